@@ -1,0 +1,57 @@
+# Two commands on a fresh Linux machine with python3, pip and make:
+#   make demo   sets up .venv and runs one packed training step on real document shapes
+#   make test   sets up .venv and runs lint, types and tests
+# A python3 that already has torch (a GPU machine, say) is reused instead of downloading another one.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: help demo test lint types pytest bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(BIN)/python:
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+	  echo "setting up $(VENV) on top of the installed torch"; \
+	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+	  echo "setting up $(VENV) with $(TORCH)"; \
+	  $(PYTHON) -m venv $(VENV); \
+	fi
+
+# torch comes first and by an exact version: left to the resolver, a plain requirement may bring a build
+# of several gigabytes.
+$(VENV)/.torch: | $(BIN)/python
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	@$(BIN)/python -m pip install --quiet --editable '.[plot]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.demo
+	@mkdir -p out
+	$(BIN)/openmsa run --plot out/demo.png --json out/demo.json
+
+test: lint types pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+pytest: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

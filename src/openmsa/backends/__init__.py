@@ -1,0 +1,1 @@
+"""Backends: each is a set of stages that the dispatch table names; none imports another."""

@@ -1,0 +1,1 @@
+"""Which kernel runs where, and why: facts, offers, the table, and the choice."""

@@ -1,0 +1,108 @@
+"""The table: backend x stage, on one page.
+
+A cell is a launcher, or a reason why there is none. A stage that another stage of the same backend
+already does is *fused*. Borrowing another backend's stage is a cell that names its launcher. This
+table is also where the README's support table and ``openmsa info`` come from.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from openmsa.dispatch.support import Offer
+
+__all__ = ["BACKENDS", "ORDER", "STAGES", "TABLE", "Cell", "launcher"]
+
+RAN, SIMULATED, COMPILED = "ran", "simulated", "compiled only"
+
+STAGES: dict[str, tuple[str, ...]] = {
+    "select": ("block_scores", "select_blocks"),
+    "attention": (
+        "key_schedule",
+        "forward",
+        "backward_preprocess",
+        "task_build",
+        "backward",
+        "backward_postprocess",
+    ),
+}
+"""The stages of each piece of work, in the order they run."""
+
+
+_ANYTHING = Offer()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One backend's answer for one stage.
+
+    Attributes:
+        launcher: ``"module:function"``, or None.
+        offer: what the launcher can do.
+        evidence: ``"ran"``, ``"simulated"`` or ``"compiled only"``, and where.
+        fused: the stage of the same backend that already does this one.
+        reason: why there is neither.
+    """
+
+    launcher: str | None = None
+    offer: Offer = _ANYTHING
+    evidence: str = ""
+    where: str = ""
+    fused: str = ""
+    reason: str = ""
+
+
+def _reference(function: str) -> Cell:
+    return Cell(f"openmsa.reference.{function}", Offer(), RAN, "x86 CPU")
+
+
+def _cpu(function: str) -> Cell:
+    return Cell(f"openmsa.backends.cpu.{function}", Offer(devices=("cpu",)), RAN, "x86 CPU")
+
+
+_NO_TRITON = Cell(reason="this version ships no Triton kernel for it")
+_NO_CUTE = Cell(reason="this version ships no CuTe DSL kernel for it")
+
+TABLE: dict[str, dict[str, Cell]] = {
+    "cute": dict.fromkeys(sum(STAGES.values(), ()), _NO_CUTE),
+    "triton": dict.fromkeys(sum(STAGES.values(), ()), _NO_TRITON),
+    "cpu": {
+        "block_scores": Cell(fused="select_blocks"),
+        "select_blocks": _cpu("selection:select_blocks"),
+        "key_schedule": Cell(
+            "openmsa.reference.schedule:key_schedule", Offer(devices=("cpu",)), RAN, "x86 CPU"
+        ),
+        "forward": _cpu("forward:forward"),
+        "backward_preprocess": _cpu("backward:backward_preprocess"),
+        "task_build": Cell(fused="backward"),
+        "backward": _cpu("backward:backward"),
+        "backward_postprocess": Cell(fused="backward"),
+    },
+    "reference": {
+        "block_scores": Cell(fused="select_blocks"),
+        "select_blocks": _reference("selection:select_blocks"),
+        "key_schedule": _reference("schedule:key_schedule"),
+        "forward": _reference("attention:forward"),
+        "backward_preprocess": _reference("attention:backward_preprocess"),
+        "task_build": _reference("schedule:task_build"),
+        "backward": _reference("attention:backward"),
+        "backward_postprocess": _reference("attention:backward_postprocess"),
+    },
+}
+
+ORDER = ("cute", "triton", "cpu", "reference")
+"""The order in which ``backend="auto"`` asks."""
+
+BACKENDS = ("auto", *sorted(ORDER))
+
+
+@cache
+def launcher(path: str) -> Callable[..., Any]:
+    """The function a cell names, imported on first use."""
+    module, function = path.split(":")
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return loaded
