@@ -237,7 +237,7 @@ class Documents:
         if self.num_queries != batch * length:
             empty = packed.new_zeros((batch * length, *packed.shape[1:]))
             rows = empty.index_copy(0, self.token_rows, rows)
-        return rows.unflatten(0, self.batch_shape)
+        return torch.unflatten(rows, 0, self.batch_shape)
 
     def to(self, device: torch.device | str) -> Documents:
         """The same documents on another device."""
