@@ -15,7 +15,7 @@ __all__ = ["LOG2E", "Tile", "Windows", "gather", "head_rows", "tile_queries"]
 
 LOG2E = 1.4426950408889634
 
-_TILE_ROWS = 4096
+_TILE_ROWS = 2048
 """Rows (query, head) of a GEMM: enough for full GEMM speed, few enough to stay in the caches.
 Measured on 2 cores of an EPYC 7003 (AVX2, 2026-12): 512..8192 rows by 128 keys by 128 channels run
 at 156..177 GFLOP/s, 32768 rows at 112."""
