@@ -8,9 +8,11 @@ the next call binds.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import update_wrapper
+from threading import RLock
 from types import MappingProxyType
 from typing import Any
 
@@ -20,12 +22,20 @@ from openmsa.kernels import require_cute_dsl
 __all__ = ["LAUNCHERS", "KernelLaunchers", "kernels"]
 
 LAUNCHERS: dict[str, str] = {}
-"""Stage -> ``"module:function"`` of each CuTe DSL launcher. This version ships none yet."""
+"""Stage -> ``"module:function"`` of each CuTe DSL launcher; a new kernel adds its line here. This
+version ships none yet."""
 
 
 @dataclass(frozen=True, eq=False)
 class KernelLaunchers:
-    """The bound launchers by stage; also reachable as attributes."""
+    """The bound launchers, each also an attribute under its stage's name.
+
+    Attributes:
+        by_stage: read-only mapping, stage -> launcher.
+
+    Raises:
+        UnavailableError: on access to a stage that this version ships no launcher for.
+    """
 
     by_stage: Mapping[str, Callable[..., Any]]
 
@@ -36,14 +46,39 @@ class KernelLaunchers:
         try:
             return self.by_stage[stage]
         except KeyError:
-            shipped = ", ".join(sorted(self.by_stage)) or "none"
-            raise UnavailableError(
-                f"this version of openmsa ships no CuTe DSL kernel for {stage!r} (shipped: "
-                f"{shipped}); use backend='auto', 'cpu' or 'reference'"
-            ) from None
+            raise UnavailableError(_missing(stage, self.by_stage)) from None
 
 
-@lru_cache(maxsize=1)
+class _BoundOnce:
+    """A function without arguments whose first result is kept; safe to race, forgettable.
+
+    ``functools.lru_cache`` would let two threads bind at once, and compile every kernel twice. An
+    exception leaves nothing behind.
+    """
+
+    def __init__(self, bind: Callable[[], KernelLaunchers]) -> None:
+        self._bind = bind
+        self._bound: KernelLaunchers | None = None
+        # Reentrant, so that a kernel module that calls back fails with a traceback, not a deadlock.
+        self._lock = RLock()
+        update_wrapper(self, bind)
+
+    def __call__(self) -> KernelLaunchers:
+        bound = self._bound
+        if bound is None:
+            with self._lock:
+                bound = self._bound
+                if bound is None:
+                    bound = self._bound = self._bind()
+        return bound
+
+    def cache_clear(self) -> None:
+        """Forget the launchers; the next call binds anew."""
+        with self._lock:
+            self._bound = None
+
+
+@_BoundOnce
 def kernels() -> KernelLaunchers:
     """The launchers of the CuTe DSL kernels; ``kernels.cache_clear()`` forgets them.
 
@@ -57,3 +92,22 @@ def kernels() -> KernelLaunchers:
         module, function = path.split(":")
         by_stage[stage] = getattr(importlib.import_module(module), function)
     return KernelLaunchers(MappingProxyType(by_stage))
+
+
+def _missing(stage: str, shipped: Mapping[str, object]) -> str:
+    names = ", ".join(sorted(shipped)) or "none"
+    backends = ['"reference"', '"cpu"']
+    if _has_triton():
+        backends.append('"triton"')
+    return (
+        f"this version of openmsa ships no CuTe DSL kernel for {stage!r} (shipped: {names}); "
+        f"backends that do it: {', '.join(backends)}"
+    )
+
+
+def _has_triton() -> bool:
+    """Whether Triton is installed, without importing it."""
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except (ImportError, ValueError):  # a finder refuses it, or a half-built module is loaded
+        return False

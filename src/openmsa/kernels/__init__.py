@@ -31,6 +31,9 @@ MSA_KERNEL_IMPORT_ERROR = (
 
 _TOOLCHAIN = ("cutlass", "cuda.bindings.driver")
 _SM100 = (10, 0)
+_INSTEAD = (
+    'use backend="auto", or name "triton", "cpu" or "reference" (openmsa info lists what runs here)'
+)
 
 
 def require_cute_dsl() -> None:
@@ -47,28 +50,34 @@ def require_cute_dsl() -> None:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise UnavailableError(f"{MSA_KERNEL_IMPORT_ERROR} ({module}: {error})") from error
+            raise UnavailableError(
+                f"{MSA_KERNEL_IMPORT_ERROR} (cannot import {module}: {error})"
+            ) from error
 
 
 def require_sm100(device: torch.device) -> None:
     """Refuse any device that the SM100 kernels are not built for.
 
-    Call it before compiling or launching. It costs a dictionary look-up after the first call.
+    Call it before compiling or launching. For a device with an index, as every tensor's has, it
+    costs a dictionary look-up after the first call.
 
     Args:
         device: the device the caller is about to run on.
 
     Raises:
-        UnsupportedProblem: (a ``NotImplementedError``) the compute capability is not exactly 10.0.
+        UnsupportedProblem: (a ``NotImplementedError``) the compute capability is not exactly 10.0,
+            or there is none.
     """
-    found = _capability_or_none(device)
-    if found != _SM100:
-        has = "no CUDA capability" if found is None else f"compute capability {found[0]}.{found[1]}"
-        raise UnsupportedProblem(
-            f"the SM100 kernels need compute capability 10.0, but {device} has {has}; use "
-            "backend='auto', or name 'triton', 'cpu' or 'reference' (openmsa info lists what "
-            "runs here)"
-        )
+    has = "no CUDA capability"
+    if device.type == "cuda":
+        found = sm_capability(device)
+        if found == _SM100:
+            return
+        has = f"compute capability {found[0]}.{found[1]}"
+    raise UnsupportedProblem(
+        f"the SM100 kernels need compute capability {_SM100[0]}.{_SM100[1]}, but {device} has "
+        f"{has}; {_INSTEAD}"
+    )
 
 
 def sm_capability(device: torch.device) -> tuple[int, int]:
@@ -82,6 +91,7 @@ def sm_capability(device: torch.device) -> tuple[int, int]:
 
     Raises:
         InvalidInput: not a CUDA device.
+        UnsupportedProblem: a CUDA device on a host that has none.
     """
     return _capability(_index(device))
 
@@ -96,6 +106,7 @@ def sm_count(device: torch.device) -> int:
 
     Raises:
         InvalidInput: not a CUDA device.
+        UnsupportedProblem: a CUDA device on a host that has none.
     """
     return _count(_index(device))
 
@@ -103,20 +114,26 @@ def sm_count(device: torch.device) -> int:
 def _index(device: torch.device) -> int:
     if device.type != "cuda":
         invalid_input("device", "a CUDA device", device)
-    return torch.cuda.current_device() if device.index is None else device.index
+    if device.index is not None:
+        return device.index
+    _require_cuda(device)
+    return torch.cuda.current_device()
 
 
+# The memos are keyed by index, never by a device without one: what that means changes with
+# torch.cuda.set_device. An answer that raised is not kept.
 @cache
 def _capability(index: int) -> tuple[int, int]:
+    _require_cuda(torch.device("cuda", index))
     return torch.cuda.get_device_capability(index)
 
 
 @cache
 def _count(index: int) -> int:
+    _require_cuda(torch.device("cuda", index))
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-def _capability_or_none(device: torch.device) -> tuple[int, int] | None:
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    return sm_capability(device)
+def _require_cuda(device: torch.device) -> None:
+    if not torch.cuda.is_available():
+        raise UnsupportedProblem(f"{device}: there is no CUDA device here; {_INSTEAD}")

@@ -1,0 +1,1 @@
+"""The ``openmsa`` command: one module a subcommand, and the small modules they share."""
