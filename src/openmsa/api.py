@@ -60,7 +60,7 @@ def select_blocks(
         UnsupportedProblem: the named backend cannot do this problem on this device.
     """
     dispatch.check_backend(backend)
-    if index_k.dim() == 3:
+    if isinstance(index_k, Tensor) and index_k.dim() == 3:
         if index_k.shape[1] != 1:
             invalid_input("index_k.shape[1]", "1 (one shared index key)", index_k.shape[1])
         index_k = index_k.squeeze(1)

@@ -113,10 +113,10 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def device_of(args: argparse.Namespace, backends: tuple[str, ...]) -> torch.device:
-    """``--device``, or CUDA where there is one and the backend is not the CPU's own."""
+    """``--device``, or CUDA where there is one and no backend is one that runs on the CPU."""
     name = args.device
     if name is None:
-        host = "cpu" in backends or not torch.cuda.is_available()
+        host = {"cpu", "reference"} & {*backends} or not torch.cuda.is_available()
         name = "cpu" if host else "cuda"
     try:
         device = torch.device(name)

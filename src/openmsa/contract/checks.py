@@ -18,8 +18,10 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MAX_GROUP = 64
 
 
-def check_attention(q: Tensor, k: Tensor, v: Tensor, selection: Selection, docs: Documents) -> None:
+def check_attention(q: Tensor, k: Tensor, v: Tensor, sel: Selection, docs: Documents) -> None:
     """Raise :class:`InvalidInput` unless the operands of sparse attention fit together."""
+    _check_record("sel", sel, Selection, "use Selection.from_indices")
+    _check_record("docs", docs, Documents, "use a Documents.from_* constructor")
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_float(name, x, 3, "[tokens, heads, head_dim]")
         _check_device(name, x, docs)
@@ -37,27 +39,27 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, selection: Selection, docs:
         invalid_input("query heads per KV head", f"1..{_MAX_GROUP}", q.shape[1] // k.shape[1])
     _check_rows("q", q, docs.num_queries, "queries")
     _check_rows("k", k, docs.num_keys, "keys")
-    if selection.num_kv_heads != k.shape[1]:
+    if sel.num_kv_heads != k.shape[1]:
         invalid_input(
-            "selection",
+            "sel",
             f"one list per KV head ({k.shape[1]})",
-            f"{selection.num_kv_heads}",
+            f"{sel.num_kv_heads}",
         )
-    if selection.num_queries < docs.num_queries or selection.num_queries > q.shape[0]:
+    if sel.num_queries < docs.num_queries or sel.num_queries > q.shape[0]:
         invalid_input(
-            "selection",
+            "sel",
             f"{docs.num_queries} queries, as the documents have",
-            selection.num_queries,
+            sel.num_queries,
             "was it made for other documents?",
         )
-    if selection.indices.dtype != torch.int32:
+    if sel.indices.dtype != torch.int32:
         invalid_input(
-            "selection.indices",
+            "sel.indices",
             "int32",
-            selection.indices.dtype,
+            sel.indices.dtype,
             "use Selection.from_indices",
         )
-    _check_device("selection.indices", selection.indices, docs)
+    _check_device("sel.indices", sel.indices, docs)
 
 
 def check_selection_inputs(
@@ -74,6 +76,7 @@ def check_selection_inputs(
 
     ``index_k`` is ``[Tk, Di]`` here; the caller drops the single head.
     """
+    _check_record("docs", docs, Documents, "use a Documents.from_* constructor")
     if block_size < 1:
         invalid_input("block_size", "a positive integer", block_size)
     check_forced_blocks(topk, init_blocks, local_blocks)
@@ -95,11 +98,16 @@ def check_scale(name: str, scale: float | None, width: int) -> float:
     """``scale``, or ``width ** -0.5`` for None; it must be a positive finite number."""
     if scale is None:
         return 1.0 / math.sqrt(width)
-    if isinstance(scale, (Tensor, bool)):
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         invalid_input(name, "a Python number", type(scale).__name__)
     if not (math.isfinite(scale) and scale > 0):
         invalid_input(name, "a positive finite number", scale)
     return float(scale)
+
+
+def _check_record(name: str, value: object, kind: type, hint: str) -> None:
+    if not isinstance(value, kind):
+        invalid_input(name, f"a {kind.__name__}", type(value).__name__, hint)
 
 
 def _check_float(name: str, x: Tensor, rank: int, form: str) -> None:

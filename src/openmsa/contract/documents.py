@@ -12,18 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from openmsa.contract import offsets
 from openmsa.contract.layout import Layout
-from openmsa.contract.offsets import (
-    INTEGERS,
-    check_offsets,
-    host_ints,
-    host_map,
-    host_parts,
-    mask_document_starts,
-)
 from openmsa.errors import InvalidInput, invalid_input
 
 __all__ = ["Documents"]
+
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "fragment_indices")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,18 +33,18 @@ class Documents:
             where an entry has more queries than keys: such a query sees nothing.
         token_rows: int64 ``[Tq]``, flat ``B * S`` row of each packed token.
         batch_shape: ``(B, S)`` of the unpacked tensors; ``(1, Tq)`` where built from lengths.
-        starts: host copy of each entry's first flat row, for converters.
+        key_columns: on the host, the column of each entry's first key in its row of keys.
     """
 
     layout: Layout
     positions: Tensor
     token_rows: Tensor
     batch_shape: tuple[int, int]
-    starts: tuple[int, ...]
+    key_columns: tuple[int, ...]
 
     @property
     def num_documents(self) -> int:
-        """Entries: documents, or query fragments where fragments were given."""
+        """Entries: documents, or query fragments of them."""
         return self.layout.num_entries
 
     @property
@@ -97,13 +92,14 @@ class Documents:
             lengths: ``[N]`` token counts, 0 allowed.
             device: where the offsets live; by default the tensor's device, or the CPU.
         """
-        host, source = host_ints(lengths, "lengths")
+        host, source = offsets.host_ints(lengths, "lengths")
         if host.dim() != 1:
             invalid_input("lengths", "a 1-D sequence", f"shape {tuple(host.shape)}")
         if host.numel() and int(host.min()) < 0:
             invalid_input("lengths", "0 or more", int(host.min()), "a document cannot be shorter")
-        offsets = torch.cat([host.new_zeros(1), host.cumsum(0)])
-        return _from_offsets(offsets, offsets, None, device if device is not None else source)
+        offsets.check_tokens(float(host.double().sum()))
+        ends = torch.cat([host.new_zeros(1), host.cumsum(0)])
+        return _from_offsets(ends, ends, None, device if device is not None else source)
 
     @classmethod
     def from_cu_seqlens(
@@ -130,13 +126,12 @@ class Documents:
             InvalidInput: offsets that are not integers, do not start at 0, fall, or disagree in
                 number; fragments that interrupt or overlap another document.
         """
-        given = [("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)]
-        given.append(("fragment_indices", fragment_indices))
+        given = zip(_OFFSETS, (cu_seqlens_q, cu_seqlens_k, fragment_indices), strict=True)
         parts = {name: value for name, value in given if value is not None}
-        host, source = host_parts(parts)
-        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        host, source = offsets.host_parts(parts)
+        for name in _OFFSETS[:2]:
             if name in host:
-                check_offsets(name, host[name])
+                offsets.check_offsets(name, host[name])
         offsets_q = host["cu_seqlens_q"]
         offsets_k = host.get("cu_seqlens_k", offsets_q)
         if offsets_k.numel() != offsets_q.numel():
@@ -164,7 +159,7 @@ class Documents:
             InvalidInput: not an integer ``[B, S]`` tensor, a negative id, or an interrupted
                 document.
         """
-        host = host_map(ids, "ids", INTEGERS, "an integer tensor")
+        host = offsets.host_map(ids, "ids", offsets.INTEGERS, "an integer tensor")
         if host.numel() and int(host.min()) < 0:
             row, column = divmod(int((host < 0).flatten().nonzero()[0]), host.shape[1])
             invalid_input(
@@ -183,7 +178,7 @@ class Documents:
         Raises:
             InvalidInput: not ``[B, S]``, or a row whose real tokens are interrupted.
         """
-        host = host_map(attention_mask, "attention_mask", None, "a tensor")
+        host = offsets.host_map(attention_mask, "attention_mask", None, "a tensor")
         return _from_id_map((host != 0).long(), attention_mask.device, "attention_mask")
 
     @classmethod
@@ -197,7 +192,9 @@ class Documents:
         Raises:
             InvalidInput: not an integer ``[B, S]`` tensor (3-D multimodal positions included).
         """
-        host = host_map(position_ids, "position_ids", INTEGERS, "an integer tensor").long()
+        host = offsets.host_map(
+            position_ids, "position_ids", offsets.INTEGERS, "an integer tensor"
+        ).long()
         starts = torch.ones_like(host, dtype=torch.bool)
         starts[:, 1:] = host[:, 1:] != host[:, :-1] + 1
         return _from_id_map(starts.long().cumsum(1), position_ids.device, "position_ids")
@@ -213,7 +210,7 @@ class Documents:
             InvalidInput: the mask is anything but causal attention within contiguous documents,
                 with padding rows and columns all False.
         """
-        return _from_id_map(mask_document_starts(mask) + 1, mask.device, "mask")
+        return _from_id_map(offsets.mask_document_starts(mask) + 1, mask.device, "mask")
 
     def pack(self, x: Tensor) -> Tensor:
         """``[B, S, ...] -> [T, ...]``: the real tokens, document after document. Differentiable."""
@@ -227,17 +224,14 @@ class Documents:
     def unpack(self, packed: Tensor) -> Tensor:
         """``[T, ...] -> [B, S, ...]``, zeros at padding. Differentiable; slack rows are dropped."""
         if packed.dim() < 1 or packed.shape[0] < self.num_queries:
-            invalid_input(
-                "packed",
-                f"at least {self.num_queries} rows",
-                f"shape {tuple(packed.shape)}",
-            )
+            rows = f"at least {self.num_queries} rows"
+            invalid_input("packed", rows, f"shape {tuple(packed.shape)}")
         batch, length = self.batch_shape
-        rows = packed[: self.num_queries]
+        real = packed[: self.num_queries]
         if self.num_queries != batch * length:
             empty = packed.new_zeros((batch * length, *packed.shape[1:]))
-            rows = empty.index_copy(0, self.token_rows, rows)
-        return torch.unflatten(rows, 0, self.batch_shape)
+            real = empty.index_copy(0, self.token_rows, real)
+        return torch.unflatten(real, 0, self.batch_shape)
 
     def to(self, device: torch.device | str) -> Documents:
         """The same documents on another device."""
@@ -277,13 +271,13 @@ def _from_id_map(ids: Tensor, device: torch.device, argument: str) -> Documents:
             f"{int(runs[repeated[0], 1])} of batch row {int(runs[repeated[0], 0])} interrupted; "
             f"it starts again at flat index {second}"
         )
-    offsets = torch.cat([first, first.new_tensor([rows.numel()])])
-    documents = _from_offsets(offsets, offsets, None, device)
+    ends = torch.cat([first, first.new_tensor([rows.numel()])])
+    documents = _from_offsets(ends, ends, None, device)
     return replace(
         documents,
         token_rows=rows.to(device),
         batch_shape=(batch, length),
-        starts=tuple(rows[first].tolist()),
+        key_columns=tuple((rows[first] % max(length, 1)).tolist()),
     )
 
 
@@ -300,5 +294,5 @@ def _from_offsets(
         positions=layout.positions(),
         token_rows=torch.arange(layout.num_queries, device=layout.cu_seqlens_q.device),
         batch_shape=(1, layout.num_queries),
-        starts=tuple(offsets_q[:-1].tolist()),
+        key_columns=tuple(offsets_k[:-1][slice(None) if heads is None else heads].tolist()),
     )

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openmsa.contract.offsets import check_fragments
-from openmsa.errors import invalid_input
+from openmsa.contract.offsets import check_fragments, check_tokens
 
 __all__ = ["Layout"]
-
-_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +57,7 @@ class Layout:
             InvalidInput: fragments that are no fragments of one document, or more tokens than int32
                 offsets can count.
         """
-        tokens = max(int(offsets_q[-1]), int(offsets_k[-1]))
-        if tokens > _INT32_MAX:
-            invalid_input("tokens", f"at most {_INT32_MAX} (int32 offsets)", tokens)
+        check_tokens(max(int(offsets_q[-1]), int(offsets_k[-1])))
         count = offsets_q.numel() - 1
         entries = torch.arange(count)
         if heads is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ __all__ = [
     "INTEGERS",
     "check_fragments",
     "check_offsets",
+    "check_tokens",
     "host_ints",
     "host_map",
     "host_parts",
@@ -20,6 +22,7 @@ __all__ = [
 ]
 
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_INT32_MAX = 2**31 - 1
 _MASK_SLAB = 256
 
 
@@ -27,8 +30,8 @@ def host_ints(value: Sequence[int] | Tensor, argument: str) -> tuple[Tensor, tor
     """``value`` as an int64 host tensor, and the device it came from."""
     if not isinstance(value, Tensor):
         try:
-            value = torch.tensor([int(item) for item in value], dtype=torch.int64)
-        except (TypeError, ValueError):
+            value = torch.tensor([operator.index(item) for item in value], dtype=torch.int64)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             invalid_input(argument, "a sequence of integers", repr(value))
     if value.dtype not in INTEGERS:
         invalid_input(argument, "an integer dtype", value.dtype)
@@ -64,6 +67,13 @@ def host_map(
     if value.dim() != 2:
         invalid_input(argument, "shape [B, S]", f"shape {tuple(value.shape)}")
     return value.detach().cpu()
+
+
+def check_tokens(tokens: float) -> None:
+    """Raise :class:`InvalidInput` where int32 offsets cannot count ``tokens``; a float64 sum does
+    not wrap around as an int64 one does."""
+    if tokens > _INT32_MAX:
+        invalid_input("tokens", f"at most {_INT32_MAX} (int32 offsets)", int(tokens))
 
 
 def check_offsets(name: str, offsets: Tensor) -> None:
@@ -115,6 +125,8 @@ def check_fragments(heads: Tensor, count: int) -> None:
 
 def mask_document_starts(mask: Tensor) -> Tensor:
     """Host int64 ``[B, S]``: the start of each row's document, -1 at padding; verified whole."""
+    if not isinstance(mask, Tensor):
+        invalid_input("mask", "a bool tensor of shape [B, 1, S, S]", type(mask).__name__)
     if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
         invalid_input("mask", "a [B, 1, S, S] tensor", f"shape {tuple(mask.shape)}")
     if mask.dtype != torch.bool:

@@ -79,7 +79,7 @@ class Selection:
         cls, indices: Tensor, docs: Documents, *, block_size: int = 128
     ) -> Selection:
         """Read FlashInfer's token-major ``[Tq, Hkv, topk]``, ascending, -1 at the tail."""
-        if indices.dim() != 3:
+        if isinstance(indices, Tensor) and indices.dim() != 3:
             invalid_input(
                 "indices",
                 "shape [queries, kv_heads, topk]",
@@ -101,6 +101,9 @@ class Selection:
                 block, since no selection of document-anchored blocks reads the same keys.
         """
         batch, length = docs.batch_shape
+        if not isinstance(block_indices, Tensor) or block_indices.dtype not in INTEGERS:
+            got = getattr(block_indices, "dtype", type(block_indices).__name__)
+            invalid_input("block_indices", "an integer tensor", got)
         if block_indices.dim() != 4 or (
             block_indices.shape[0],
             block_indices.shape[2],
@@ -114,7 +117,7 @@ class Selection:
                 f"shape {tuple(block_indices.shape)}",
             )
         _check_block_size(block_size)
-        columns = [start % length if length else 0 for start in docs.starts]
+        columns = docs.key_columns
         for document, column in enumerate(columns):
             if column % block_size:
                 invalid_input(
@@ -180,6 +183,8 @@ def _check_block_size(block_size: int) -> None:
 
 def _check_indices(argument: str, indices: Tensor, docs: Documents, block_size: int) -> None:
     _check_block_size(block_size)
+    if not isinstance(indices, Tensor):
+        invalid_input(argument, "an integer tensor", type(indices).__name__)
     if indices.dim() != 3:
         invalid_input(argument, "shape [kv_heads, queries, topk]", f"shape {tuple(indices.shape)}")
     if indices.dtype not in INTEGERS:

@@ -13,6 +13,7 @@ in absolute value. Notation, per query i, key j and head::
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,9 @@ from openmsa.testing.compare import Report, compare, unit_roundoff
 __all__ = ["AttentionTruth", "Truth", "attention_truth", "entry_slices"]
 
 _QUANTITIES = ("out", "lse", "dq", "dk", "dv")
+
+_ROWS = 256
+"""Queries of one piece of the float64 work, whose keys end at its last visible one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,21 +93,23 @@ def attention_truth(
     """
     factor = inputs.q.shape[2] ** -0.5 if scale is None else scale
     tq, tk = docs.num_queries, docs.num_keys
-    dtype, acc = inputs.q.dtype, accumulate_dtype(inputs.q.dtype)
+    dtype = inputs.q.dtype
     seen = dense_mask(indices[:, :tq], docs.layout, tk, block_size)
     entries = entry_slices(docs)
+    pieces = [piece for entry in entries for piece in _pieces(*entry)]
     leaves = (inputs.q[:tq], inputs.k[:tk], inputs.v[:tk])
     grads = (inputs.d_out[:tq], inputs.d_lse[:tq] if with_d_lse else None)
-    exact = _dense(leaves, grads, seen, entries, factor, torch.float64)
+    exact = _dense(leaves, grads, seen, pieces, factor, torch.float64)
     eager = exact if dtype == torch.float64 else _dense(leaves, grads, seen, entries, factor, dtype)
-    bounds = _Bounds(leaves, grads, seen, factor, dtype, acc)
-    for rows, keys in entries:
-        bounds.add(rows, keys)
+    slips = _Slips(leaves, grads, seen, factor, dtype)
+    for rows, keys in pieces:
+        slips.add(rows, keys)
     by_query = tuple(rows for rows, _ in entries)
     by_key = tuple(slice(start, start + n) for start, n in docs.layout.ranges.tolist())
     quantities = {}
-    for name, value, plain, bound in zip(_QUANTITIES, exact, eager, bounds.terms, strict=True):
+    for name, value, plain in zip(_QUANTITIES, exact, eager, strict=True):
         groups = by_key if name in ("dk", "dv") else by_query
+        bound = slips.bound(name, value)
         quantities[name] = Truth(name, value, None if name == "lse" else plain, bound, groups)
     return AttentionTruth(quantities, seen)
 
@@ -117,11 +123,18 @@ def entry_slices(docs: Documents) -> list[tuple[slice, slice]]:
     ]
 
 
+def _pieces(rows: slice, keys: slice) -> Iterator[tuple[slice, slice]]:
+    """An entry cut into runs of queries, each with the keys up to its last query's position."""
+    for first in range(rows.start, rows.stop, _ROWS):
+        last = min(first + _ROWS, rows.stop)
+        yield slice(first, last), slice(keys.start, max(keys.start, keys.stop + last - rows.stop))
+
+
 def _dense(
     leaves: tuple[Tensor, Tensor, Tensor],
     grads: tuple[Tensor, Tensor | None],
     seen: Tensor,
-    entries: list[tuple[slice, slice]],
+    pieces: list[tuple[slice, slice]],
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
@@ -130,7 +143,7 @@ def _dense(
     acc = accumulate_dtype(dtype)
     outs = [q.new_zeros((0, *q.shape[1:]))]
     lses = [q.new_zeros((0, q.shape[1]), dtype=acc)]
-    for rows, keys in entries:
+    for rows, keys in pieces:
         out, lse = dense_attention(q[rows], k[keys], v[keys], seen[:, rows, keys], scale)
         outs.append(out)
         lses.append(lse)
@@ -146,8 +159,11 @@ def _dense(
     return out.detach(), lse.detach(), dq, dk, dv
 
 
-class _Bounds:
-    """Rounding terms of out, lse, dq, dk and dv, summed over the entries."""
+class _Slips:
+    """What rounding may do to out, lse, dq, dk and dv, summed over pieces of queries.
+
+    ``linear`` holds bounds that add up, ``squares`` the squares of independent roundings.
+    """
 
     def __init__(
         self,
@@ -156,7 +172,6 @@ class _Bounds:
         seen: Tensor,
         scale: float,
         dtype: torch.dtype,
-        acc: torch.dtype,
     ) -> None:
         self.q, self.k, self.v = (x.double() for x in leaves)
         self.d_out = grads[0].double()
@@ -164,83 +179,79 @@ class _Bounds:
         if grads[1] is not None:
             self.d_lse = grads[1].double()
         self.seen, self.scale, self.group = seen, scale, self.q.shape[1] // self.k.shape[1]
-        self.u, self.w = unit_roundoff(acc), unit_roundoff(dtype)
+        self.u, self.w = unit_roundoff(accumulate_dtype(dtype)), unit_roundoff(dtype)
         # Below the smallest normal number a rounding is absolute, not relative.
         self.tiny = torch.finfo(dtype).smallest_normal * self.w
         self.readers = (seen.sum(1) * self.group).sqrt()[:, None, :, None]
-        out, lse, dq, dk, dv = (
-            torch.zeros_like(x) for x in (self.q, self.d_lse, self.q, self.k, self.v)
-        )
-        self.terms = (out, lse, dq, dk, dv)
+        shapes = zip(_QUANTITIES, (self.q, self.d_lse, self.q, self.k, self.v), strict=True)
+        self.linear = {name: torch.zeros_like(x) for name, x in shapes}
+        self.squares = {name: torch.zeros_like(x) for name, x in self.linear.items()}
+
+    def bound(self, name: str, exact: Tensor) -> Tensor:
+        """The rounding term of one quantity, its own storing included."""
+        bound = self.linear[name] + self.squares[name].sqrt()
+        if name == "lse":
+            return bound + self.u * torch.where(exact.isfinite(), exact.abs(), 0.0)
+        return bound + self.w * exact.abs() + self.tiny
 
     def add(self, rows: slice, keys: slice) -> None:
-        """Add one entry. Tensors are ``[Hkv, group, n, m]``, or ``D`` in place of n or m."""
+        """Add one piece. Tensors are ``[Hkv, group, n, m]``, or ``D`` in place of n or m."""
         if rows.start == rows.stop or keys.start == keys.stop:
             return
         q, d_out = (self._by_head(x[rows]) for x in (self.q, self.d_out))
         d_lse = self._by_head(self.d_lse[rows, :, None])
         k, v = (x[keys].transpose(0, 1)[:, None] for x in (self.k, self.v))
         seen = self.seen[:, None, rows, keys]
-        u, w, tiny, root = self.u, self.w, self.tiny, math.sqrt(q.shape[-1])
+        u, w, root = self.u, self.w, math.sqrt(q.shape[-1])
         count = seen.sum(-1, keepdim=True).sqrt()
+        readers = self.readers[:, :, keys]
 
         s = (self.scale * q @ k.mT).masked_fill(~seen, 0.0)
         lse = s.masked_fill(~seen, -math.inf).logsumexp(-1, keepdim=True)
         lse = torch.where(seen.any(-1, keepdim=True), lse, 0.0)
         p = torch.where(seen, (s - lse).exp(), 0.0)
-        size = self.scale * q.abs() @ k.abs().mT
         # A logit: its dot product and two foldings of the scale; then s - lse and exp itself.
-        e_s = torch.where(seen, u * ((root + 2) * size + 2 * (s.abs() + lse.abs() + 1)), 0.0)
-        e_lse = (p * e_s).sum(-1, keepdim=True) + u * (count + 1 + lse.abs())
-        e_p = p * (e_s + e_lse)
+        size = self.scale * q.abs() @ k.abs().mT
+        e_s = u * ((root + 2) * size + 2 * (s.abs() + lse.abs() + 1))
+        e_lse = (p * e_s).sum(-1, keepdim=True) + u * (count + 1)
+        e_p = p * (e_s + e_lse + u * lse.abs())
 
-        out = p @ v
-        e_out = e_p @ v.abs() + u * count * (p @ v.abs())
-        e_out += w * _rss(p, v) + tiny * _rss(seen.double(), v) + w * out.abs() + tiny
-
-        dp, b = d_out @ v.mT, d_out.abs() @ v.abs().mT
+        out, dp, b = p @ v, d_out @ v.mT, d_out.abs() @ v.abs().mT
         delta = (p * dp).sum(-1, keepdim=True) - d_lse
-        # delta through P, through its sums, and through the rounded P and out.
+        # delta through P, through its own sums, and through the rounded P and out.
         e_delta = (e_p * dp.abs() + u * (count + root) * p * b).sum(-1, keepdim=True)
         e_delta += u * (delta.abs() + d_lse.abs())
         w_delta = w * (
             (p * dp).norm(dim=-1, keepdim=True) + (out * d_out).norm(dim=-1, keepdim=True)
         )
         ds = p * (dp - delta)
-        e_ds = e_p * (dp - delta).abs() + p * (u * root * b + e_delta)
-        e_ds += u * p * (dp.abs() + delta.abs())
+        e_ds = e_p * (dp - delta).abs()
+        e_ds += p * (u * (root * b + dp.abs() + delta.abs()) + e_delta)
 
-        e_dq = e_ds @ k.abs() + u * count * (ds.abs() @ k.abs())
-        e_dq += w_delta * (p @ k).abs() + w * _rss(ds, k) + tiny * _rss(seen.double(), k)
-        readers = self.readers[:, :, keys]
-        e_dk = e_ds.mT @ q.abs() + u * readers * (ds.abs().mT @ q.abs())
-        e_dk += _rss((p * w_delta).mT, q) + w * _rss(ds.mT, q)
-        e_dv = e_p.mT @ d_out.abs() + u * readers * (p.mT @ d_out.abs())
-        e_dv += w * _rss(p.mT, d_out)
-        for part, x in ((e_dk, q), (e_dv, d_out)):
-            part += tiny * _rss(seen.double().mT, x)
+        self._by_query("out", rows, (e_p + u * count * p) @ v.abs(), self._rss(p, seen, v))
+        self._by_query("lse", rows, e_lse, torch.zeros_like(e_lse))
+        linear = (e_ds + u * count * ds.abs()) @ k.abs()
+        squares = (w_delta * (p @ k)).square() + self._rss(ds, seen, k)
+        self._by_query("dq", rows, self.scale * linear, self.scale**2 * squares)
+        linear = e_ds.mT @ q.abs() + u * readers * (ds.abs().mT @ q.abs())
+        squares = (p * w_delta).square().mT @ q.square() + self._rss(ds.mT, seen.mT, q)
+        self._by_key("dk", keys, self.scale * linear, self.scale**2 * squares)
+        linear = e_p.mT @ d_out.abs() + u * readers * (p.mT @ d_out.abs())
+        self._by_key("dv", keys, linear, self._rss(p.mT, seen.mT, d_out))
 
-        self.terms[0][rows] = _by_row(e_out)
-        self.terms[1][rows] = _by_row(e_lse).squeeze(-1)
-        self.terms[2][rows] = _by_row(self.scale * e_dq + w * (self.scale * ds @ k).abs() + tiny)
-        for at, part, total in (
-            (3, self.scale * e_dk, self.scale * ds.mT @ q),
-            (4, e_dv, p.mT @ d_out),
-        ):
-            part = part + w * total.abs() + tiny
-            self.terms[at][keys] += part.sum(1).transpose(0, 1)
+    def _rss(self, weights: Tensor, seen: Tensor, x: Tensor) -> Tensor:
+        """Squares of what rounding ``weights`` to the input dtype does to ``weights @ x``."""
+        squares: Tensor = (self.w * weights).square() @ x.square()
+        return squares + (self.tiny * seen.double()).square() @ x.square()
 
     def _by_head(self, x: Tensor) -> Tensor:
         """``[n, Hq, C] -> [Hkv, group, n, C]``."""
         return torch.unflatten(x.transpose(0, 1), 0, (-1, self.group))
 
+    def _by_query(self, name: str, rows: slice, linear: Tensor, squares: Tensor) -> None:
+        for into, part in ((self.linear[name], linear), (self.squares[name], squares)):
+            into[rows] = part.flatten(0, 1).transpose(0, 1).reshape(into[rows].shape)
 
-def _by_row(x: Tensor) -> Tensor:
-    """``[Hkv, group, n, C] -> [n, Hq, C]``."""
-    return x.flatten(0, 1).transpose(0, 1)
-
-
-def _rss(a: Tensor, b: Tensor) -> Tensor:
-    """Root of the sum of the squared terms of ``a @ b``."""
-    squares: Tensor = a.square() @ b.square()
-    return squares.sqrt()
+    def _by_key(self, name: str, keys: slice, linear: Tensor, squares: Tensor) -> None:
+        for into, part in ((self.linear[name], linear), (self.squares[name], squares)):
+            into[keys] += part.sum(1).transpose(0, 1)

@@ -1,0 +1,1 @@
+"""Tests of the records that flow between the stages, and of every check on user input."""

@@ -1,0 +1,519 @@
+"""The choice: a written order, no fallback from a name, and a refusal that helps."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import openmsa
+from openmsa import Documents, InvalidInput, Selection, UnsupportedProblem
+from openmsa.dispatch import choose as dispatch
+from openmsa.dispatch.choose import choose, choose_with, explain, supports
+from openmsa.dispatch.probe import DeviceFacts, device_facts, toolchain
+from openmsa.dispatch.support import Offer
+from openmsa.dispatch.table import ORDER, STAGES, TABLE, Cell, launcher
+
+from .fakes import (
+    A100,
+    ATTENTION,
+    B200,
+    BARE,
+    BOTH,
+    CPU,
+    CUTE,
+    DEVICES,
+    H200,
+    PROBLEMS,
+    SELECT,
+    TOOLS,
+    TRITON,
+    row,
+)
+
+ON_CPU = {
+    work: dataclasses.replace(problem, device=torch.device("cpu"))
+    for work, problem in PROBLEMS.items()
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_choices():
+    """Choices are remembered for the process; these tests change what they depend on."""
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+def able(problem, facts, tools):
+    return [
+        name
+        for name in ORDER
+        if all(answer.ok for answer in supports(name, problem, facts, tools).values())
+    ]
+
+
+# --- the table as it is -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("work", PROBLEMS)
+@pytest.mark.parametrize("tools", TOOLS.values(), ids=TOOLS)
+@pytest.mark.parametrize("facts", DEVICES.values(), ids=DEVICES)
+@pytest.mark.filterwarnings("ignore:openmsa. backend")
+def test_auto_takes_the_first_supported_row(facts, tools, work):
+    """Of those that ran; a row that did not is only taken when it stands alone."""
+    problem = PROBLEMS[work]
+    names = able(problem, facts, tools)
+    assert names, "the reference does anything"
+    plan = choose_with(problem, "auto", facts, tools)
+    assert plan.backend in names
+    ran = [
+        name
+        for name in names
+        if {TABLE[name][s].evidence for s in STAGES[work] if TABLE[name][s].launcher} == {"ran"}
+    ]
+    assert plan.backend == (ran or names)[0]
+    assert tuple(stage for stage, _ in plan.cells) == STAGES[work]
+    assert all(cell is TABLE[plan.backend][stage] for stage, cell in plan.cells)
+
+
+@pytest.mark.parametrize("work", PROBLEMS)
+@pytest.mark.parametrize("backend", ["cute", "triton", "cpu", "reference"])
+@pytest.mark.parametrize("tools", TOOLS.values(), ids=TOOLS)
+@pytest.mark.parametrize("facts", DEVICES.values(), ids=DEVICES)
+def test_a_named_backend_never_falls_back(facts, tools, backend, work):
+    """The named one or a refusal with every reason; never another one."""
+    problem = PROBLEMS[work]
+    if backend in able(problem, facts, tools):
+        assert choose_with(problem, backend, facts, tools).backend == backend
+        return
+    with pytest.raises(UnsupportedProblem) as error:
+        choose_with(problem, backend, facts, tools)
+    message = str(error.value)
+    assert backend in message
+    assert facts.name in message
+    assert str(tools) in message
+    for need in ("bfloat16", "head dim 128", "block 128", "top-16"):
+        assert need in message
+    for answer in supports(backend, problem, facts, tools).values():
+        assert all(reason in message for reason in answer.reasons)
+    instead = able(problem, facts, tools)[0]
+    assert f"instead: backend={instead!r}" in message
+
+
+@pytest.mark.parametrize("work", PROBLEMS)
+def test_on_a_cpu_the_cpu_backend_comes_first(work):
+    assert choose_with(PROBLEMS[work], "auto", CPU, BARE).backend == "cpu"
+
+
+@pytest.mark.parametrize("facts", [A100, H200, B200], ids=["sm80", "sm90", "sm100"])
+@pytest.mark.parametrize("work", PROBLEMS)
+def test_a_gpu_without_toolchains_gets_the_reference(facts, work):
+    """No Triton, no DSL: right results, slowly, instead of an import error."""
+    assert choose_with(PROBLEMS[work], "auto", facts, BARE).backend == "reference"
+    with pytest.raises(UnsupportedProblem, match="device: needs cuda, offers cpu"):
+        choose_with(PROBLEMS[work], "cpu", facts, BARE)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "", "REFERENCE", None])
+def test_unknown_names_are_invalid_input(backend):
+    with pytest.raises(InvalidInput, match=r"backend: expected one of .*cute.*, got"):
+        choose_with(SELECT, backend, CPU, BARE)
+
+
+# --- a table made for the purpose -------------------------------------------------------------
+
+HOPPER = Offer(devices=("cuda",), capabilities=((9, 0), (9, 0)), package="cute_dsl")
+BLACKWELL = Offer(devices=("cuda",), capabilities=((10, 0), (10, 3)), package="cute_dsl")
+PORTABLE = Offer(
+    devices=("cuda",),
+    capabilities=((8, 0), (12, 1)),
+    dtypes=(torch.bfloat16,),
+    package="triton",
+    deterministic=False,
+)
+
+
+@pytest.fixture
+def two_rows(monkeypatch):
+    """CuTe for Hopper and Triton for any GPU, both of which ran."""
+    monkeypatch.setitem(TABLE, "cute", row(HOPPER))
+    monkeypatch.setitem(TABLE, "triton", row(PORTABLE))
+
+
+@pytest.mark.usefixtures("two_rows")
+@pytest.mark.parametrize(
+    ("device", "tools", "expected"),
+    [
+        ("sm90", BOTH, "cute"),
+        ("sm90", CUTE, "cute"),
+        ("sm90", TRITON, "triton"),
+        ("sm90", BARE, "reference"),
+        ("sm80", BOTH, "triton"),
+        ("sm86", BOTH, "triton"),
+        ("sm100", BOTH, "triton"),
+        ("sm103", BOTH, "triton"),
+        ("sm120", BOTH, "triton"),
+        ("sm120", CUTE, "reference"),
+        ("no_capability", BOTH, "reference"),
+        ("xpu", BOTH, "reference"),
+        ("cpu", BOTH, "cpu"),
+    ],
+    ids=lambda value: {id(t): name for name, t in TOOLS.items()}.get(id(value), str(value)),
+)
+def test_the_order_on_every_device(device, tools, expected):
+    """flash-attention#2572, fla#113: new, old and unknown devices get the portable path."""
+    for problem in PROBLEMS.values():
+        assert choose_with(problem, "auto", DEVICES[device], tools).backend == expected
+
+
+@pytest.mark.usefixtures("two_rows")
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"dtype": torch.float16}, "reference"),
+        ({"deterministic": True}, "reference"),
+        ({"dtype": torch.bfloat16}, "triton"),
+    ],
+    ids=["dtype", "deterministic", "all_right"],
+)
+def test_problems_beyond_a_row_go_to_the_next(facts, expected):
+    problem = dataclasses.replace(ATTENTION, **facts)
+    assert choose_with(problem, "auto", A100, BOTH).backend == expected
+
+
+@pytest.mark.usefixtures("two_rows")
+def test_a_refusal_names_everything():
+    """Needed, offered, the device, the versions, and what to use instead."""
+    problem = dataclasses.replace(ATTENTION, dtype=torch.float16, deterministic=True)
+    with pytest.raises(UnsupportedProblem) as error:
+        choose_with(problem, "triton", A100, CUTE)
+    message = str(error.value)
+    for word in (
+        "attention",
+        "float16",
+        "64/4 heads",
+        "head dim 128",
+        "block 128",
+        "top-16",
+        "deterministic",
+        "NVIDIA A100",
+        "8.0",
+        "python 3.11.7",
+        "torch 2.13.0",
+        "triton not installed",
+        "4.6.2",
+        "needs float16, offers bfloat16",
+        "forward",
+        "instead: backend='reference'",
+    ):
+        assert word in message, word
+
+
+@pytest.mark.usefixtures("two_rows")
+def test_the_way_out_is_the_first_able_backend():
+    with pytest.raises(UnsupportedProblem, match="instead: backend='triton', or backend='auto'"):
+        choose_with(ATTENTION, "cute", A100, BOTH)
+    with pytest.raises(UnsupportedProblem, match="instead: backend='cute', or backend='auto'"):
+        choose_with(dataclasses.replace(ATTENTION, deterministic=True), "triton", H200, BOTH)
+
+
+def test_one_stage_that_lacks_is_enough_to_refuse(monkeypatch):
+    """A backend is chosen for the whole work or not at all; the refusal names the stage."""
+    missing = Cell(reason="nobody wrote it")
+    monkeypatch.setitem(TABLE, "triton", row(PORTABLE, task_build=missing))
+    assert choose_with(SELECT, "triton", A100, TRITON).backend == "triton"
+    assert choose_with(ATTENTION, "auto", A100, TRITON).backend == "reference"
+    with pytest.raises(UnsupportedProblem, match=r"nobody wrote it \[task_build\]"):
+        choose_with(ATTENTION, "triton", A100, TRITON)
+
+
+def test_a_fused_stage_lacks_nothing(monkeypatch):
+    fused = Cell(fused="backward")
+    monkeypatch.setitem(TABLE, "triton", row(PORTABLE, task_build=fused))
+    plan = choose_with(ATTENTION, "auto", A100, TRITON)
+    assert plan.backend == "triton"
+    assert plan.stage("task_build") is None
+    assert plan.stage("backward") is launcher("math:sqrt")
+    with pytest.raises(KeyError, match="task_build"):
+        plan.run("task_build")
+
+
+def test_a_row_may_borrow_anothers_stage(monkeypatch):
+    """Borrowing is a cell that names the other's launcher, with its own offer."""
+    borrowed = Cell("openmsa.reference.schedule:key_schedule", Offer(), "ran", "x86 CPU")
+    monkeypatch.setitem(TABLE, "triton", row(PORTABLE, key_schedule=borrowed))
+    plan = choose_with(ATTENTION, "triton", A100, TRITON)
+    assert plan.stage("key_schedule") is launcher("openmsa.reference.schedule:key_schedule")
+
+
+def test_nobody_at_all(monkeypatch):
+    """Should even the last row refuse, auto says why for each of them."""
+    for name in ORDER:
+        monkeypatch.setitem(TABLE, name, row(Offer(dtypes=(torch.int8,))))
+    with pytest.raises(UnsupportedProblem) as error:
+        choose_with(ATTENTION, "auto", CPU, BARE)
+    message = str(error.value)
+    assert "instead" not in message
+    for name in ORDER:
+        assert f"{name}: dtype: needs bfloat16, offers int8" in message
+
+
+# --- evidence ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("evidence", ["compiled only", "simulated"])
+def test_what_ran_is_preferred_to_what_did_not(evidence, monkeypatch):
+    """Although it comes later in the order; and nothing needs to be said about it."""
+    monkeypatch.setitem(TABLE, "cute", row(BLACKWELL, evidence))
+    monkeypatch.setitem(TABLE, "triton", row(PORTABLE))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for problem in PROBLEMS.values():
+            assert choose_with(problem, "auto", B200, BOTH).backend == "triton"
+
+
+@pytest.mark.parametrize("evidence", ["compiled only", "simulated"])
+def test_one_stage_that_never_ran_is_enough(evidence, monkeypatch):
+    odd = Cell("math:sqrt", BLACKWELL, evidence, "nowhere")
+    monkeypatch.setitem(TABLE, "cute", row(BLACKWELL, backward=odd))
+    monkeypatch.setitem(TABLE, "triton", row(PORTABLE))
+    assert choose_with(SELECT, "auto", B200, BOTH).backend == "cute"
+    assert choose_with(ATTENTION, "auto", B200, BOTH).backend == "triton"
+
+
+@pytest.fixture
+def only_compiled(monkeypatch):
+    """Kernels that were only compiled, on a device for which there is nothing else."""
+    monkeypatch.setitem(TABLE, "cute", row(BLACKWELL, "compiled only"))
+    for name in ("triton", "cpu", "reference"):
+        monkeypatch.setitem(TABLE, name, row(Offer(devices=("cpu",))))
+    monkeypatch.setattr(dispatch, "device_facts", lambda device: B200)
+    monkeypatch.setattr(dispatch, "toolchain", lambda: BOTH)
+
+
+@pytest.mark.usefixtures("only_compiled")
+def test_what_never_ran_is_taken_where_it_stands_alone_and_says_so_once():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert choose(ATTENTION).backend == "cute"
+    assert len(said) == 1
+    message = str(said[0].message)
+    assert "cute" in message
+    assert "B200" in message
+    assert "not run" in message
+
+
+@pytest.mark.usefixtures("only_compiled")
+def test_it_is_said_once_for_all_problems_by_default():
+    """Python shows equal warnings of one place once; a training run meets several problems."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        vars(dispatch).pop("__warningregistry__", None)
+        for topk in (4, 8, 16):
+            choose(dataclasses.replace(ATTENTION, topk=topk))
+            choose(dataclasses.replace(SELECT, topk=topk))
+    assert len(said) == 1
+
+
+@pytest.mark.usefixtures("only_compiled")
+def test_who_asks_by_name_knows():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose(ATTENTION, "cute").backend == "cute"
+
+
+# --- explain ----------------------------------------------------------------------------------
+
+
+def lines_of(text):
+    return [line.split() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("work", PROBLEMS)
+@pytest.mark.parametrize("facts", DEVICES.values(), ids=DEVICES)
+def test_explain_mentions_every_stage_of_every_backend(facts, work, monkeypatch):
+    monkeypatch.setattr(dispatch, "device_facts", lambda device: facts)
+    monkeypatch.setattr(dispatch, "toolchain", lambda: BARE)
+    problem = PROBLEMS[work]
+    text = explain(problem)
+    plan = choose_with(problem, "auto", facts, BARE)
+    head, *rows = text.splitlines()
+    assert work in head
+    assert plan.backend in head
+    assert ", ".join(ORDER) in head, "the order itself is printed"
+    for name in ORDER:
+        for stage, answer in supports(name, problem, facts, BARE).items():
+            (line,) = [row for row in rows if name in row.split() and stage in row.split()[:3]]
+            assert line.strip().startswith("->") == (name == plan.backend)
+            cell = TABLE[name][stage]
+            if cell.fused:
+                assert f"done inside {cell.fused}" in line
+            elif answer.ok:
+                assert f"yes ({cell.evidence}" in line
+            else:
+                assert all(reason in line for reason in answer.reasons)
+    assert len(rows) == len(ORDER) * len(STAGES[work])
+
+
+@pytest.mark.usefixtures("two_rows")
+def test_explain_gives_the_reasons(monkeypatch):
+    monkeypatch.setattr(dispatch, "device_facts", lambda device: A100)
+    monkeypatch.setattr(dispatch, "toolchain", lambda: BOTH)
+    text = explain(ATTENTION)
+    assert text.startswith("attention: triton")
+    assert "no: compute capability: needs (8, 0), offers (9, 0) to (9, 0)" in text
+    assert "no: device: needs cuda, offers cpu" in text
+
+
+def test_explain_when_nobody_can(monkeypatch):
+    for name in ORDER:
+        monkeypatch.setitem(TABLE, name, row(Offer(dtypes=(torch.int8,))))
+    text = explain(ON_CPU["attention"])
+    assert text.startswith("attention: none")
+    assert "->" not in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_public_explain(dtype):
+    docs = Documents.from_lengths([5, 3])
+    q, k, v = (torch.zeros(8, h, 16, dtype=dtype) for h in (4, 2, 2))
+    sel = Selection.from_indices(torch.zeros(2, 8, 3, dtype=torch.int32), docs)
+    text = openmsa.explain(q, k, v, sel, docs)
+    assert isinstance(text, str)
+    for work, stages in STAGES.items():
+        assert any(line.startswith(f"{work}: cpu") for line in text.splitlines())
+        for name in ORDER:
+            for stage in stages:
+                assert any(name in line and stage in line for line in lines_of(text))
+
+
+def test_public_explain_follows_determinism(monkeypatch):
+    """A row without repeatable sums is out once torch asks for them."""
+    offer = Offer(devices=("cpu",), deterministic=False)
+    monkeypatch.setitem(TABLE, "triton", row(offer))
+    docs = Documents.from_lengths([2])
+    x = torch.zeros(2, 1, 4)
+    sel = Selection.from_indices(torch.zeros(1, 2, 1, dtype=torch.int32), docs)
+    assert "attention: triton" in openmsa.explain(x, x, x, sel, docs)
+    torch.use_deterministic_algorithms(True)
+    try:
+        text = openmsa.explain(x, x, x, sel, docs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "attention: cpu" in text
+    assert "no: deterministic" in text
+
+
+# --- the public functions go through the table ------------------------------------------------
+
+
+@pytest.fixture
+def call():
+    docs = Documents.from_lengths([5, 3])
+    x = torch.randn(8, 2, 4)
+
+    def run(work, backend):
+        if work == "select":
+            return openmsa.select_blocks(x, x[:, 0], docs, topk=2, block_size=2, backend=backend)
+        sel = Selection.from_indices(torch.zeros(2, 8, 2, dtype=torch.int32), docs, block_size=2)
+        return openmsa.sparse_attention(x, x, x, sel, docs, backend=backend)
+
+    return run
+
+
+@pytest.mark.parametrize("work", PROBLEMS)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_the_named_backend_is_the_one_that_runs(call, work, backend, monkeypatch):
+    """Every other row is broken here, so anything but the named one would show."""
+    for name in ORDER:
+        if name != backend:
+            broken = {s: Cell("no.such.module:nothing", Offer(), "ran", "") for s in TABLE[name]}
+            monkeypatch.setitem(TABLE, name, broken)
+    call(work, backend)
+    other = "cpu" if backend == "reference" else "reference"
+    with pytest.raises(ModuleNotFoundError, match="no"):
+        call(work, other)
+
+
+@pytest.mark.parametrize("work", PROBLEMS)
+def test_auto_on_a_cpu_is_the_cpu_backend(call, work, monkeypatch):
+    broken = {s: Cell("no.such.module:nothing", Offer(), "ran", "") for s in TABLE["reference"]}
+    monkeypatch.setitem(TABLE, "reference", broken)
+    call(work, "auto")
+
+
+@pytest.mark.parametrize("work", PROBLEMS)
+def test_a_refused_backend_raises_from_the_public_function(call, work, monkeypatch):
+    monkeypatch.setitem(TABLE, "triton", row(PORTABLE))
+    with pytest.raises(UnsupportedProblem) as error:
+        call(work, "triton")
+    message = str(error.value)
+    assert "device: needs cpu, offers cuda" in message
+    assert f"torch {torch.__version__}" in message
+    assert "instead: backend='cpu'" in message
+
+
+# --- facts of this process --------------------------------------------------------------------
+
+
+def test_facts_of_a_cpu():
+    facts = device_facts(torch.device("cpu"))
+    assert facts.kind == "cpu"
+    assert facts.capability is None
+    assert (facts.sm_count, facts.shared_memory) == (0, 0)
+    assert str(facts)
+
+
+def test_facts_of_this_process():
+    tools = toolchain()
+    assert tools.torch == torch.__version__
+    assert tools.python == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_probing_imports_no_toolchain():
+    """Versions come from package metadata; nothing is imported to learn them."""
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "from openmsa.dispatch.choose import explain\n"
+        "from openmsa.contract.problem import Problem\n"
+        "print(explain(Problem('select', torch.device('cpu'), torch.float32, 1, 1, 8, 8, 1)))\n"
+        "new = set(sys.modules) - before\n"
+        "assert not [m for m in new if m.split('.')[0] in ('triton', 'cutlass', 'cuda')], new\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("select: cpu")
+
+
+def test_a_device_without_an_index_is_the_current_one(monkeypatch):
+    """flash-attention#54, triton#2441: facts of the tensor's device, not of device 0."""
+    seen = []
+
+    class Properties:
+        name = "NVIDIA Fake"
+        multi_processor_count = 7
+        shared_memory_per_block_optin = 4096
+
+    def properties(device):
+        seen.append(device)
+        return Properties
+
+    from openmsa.dispatch import probe
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(probe, "sm_capability", lambda device: (9, device.index))
+    monkeypatch.setattr(probe, "sm_count", lambda device: 7)
+    # Indices that no other test asks about, since facts are looked up once per device.
+    assert device_facts(torch.device("cuda")) == DeviceFacts("cuda", "NVIDIA Fake", (9, 5), 7, 4096)
+    assert device_facts(torch.device("cuda", 6)).capability == (9, 6)
+    assert [torch.device(device).index for device in seen] == [5, 6]
+    probe._device_facts.cache_clear()

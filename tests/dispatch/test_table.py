@@ -1,0 +1,95 @@
+"""The table itself: every cell says what it is, and what it names exists."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from openmsa.dispatch.probe import toolchain
+from openmsa.dispatch.table import BACKENDS, ORDER, STAGES, TABLE, launcher
+
+CELLS = [(backend, stage) for backend in TABLE for stage in TABLE[backend]]
+LAUNCHERS = [at for at in CELLS if TABLE[at[0]][at[1]].launcher is not None]
+FUSED = [at for at in CELLS if TABLE[at[0]][at[1]].fused]
+
+
+def ids(cells):
+    return [f"{backend}-{stage}" for backend, stage in cells]
+
+
+def test_every_backend_has_every_stage():
+    """A backend that is named and then lacks a row would fail in the middle of a step."""
+    stages = set(sum(STAGES.values(), ()))
+    assert len(stages) == sum(map(len, STAGES.values())), "a stage belongs to one piece of work"
+    assert set(TABLE) == set(ORDER) == {"cute", "triton", "cpu", "reference"}
+    assert len(ORDER) == len(set(ORDER))
+    for backend in TABLE:
+        assert set(TABLE[backend]) == stages, backend
+
+
+def test_the_public_names():
+    assert set(BACKENDS) == {"auto", "reference", "cpu", "triton", "cute"}
+    assert ORDER[-1] == "reference", "the definition of right is the last resort"
+
+
+def test_the_pieces_of_work():
+    assert STAGES == {
+        "select": ("block_scores", "select_blocks"),
+        "attention": (
+            "key_schedule",
+            "forward",
+            "backward_preprocess",
+            "task_build",
+            "backward",
+            "backward_postprocess",
+        ),
+    }
+
+
+@pytest.mark.parametrize(("backend", "stage"), CELLS, ids=ids(CELLS))
+def test_a_cell_is_a_launcher_or_fused_or_has_a_reason(backend, stage):
+    cell = TABLE[backend][stage]
+    kinds = [cell.launcher is not None, bool(cell.fused), bool(cell.reason)]
+    assert sum(kinds) == 1, cell
+    if cell.launcher is not None:
+        assert cell.evidence in ("ran", "simulated", "compiled only")
+        assert cell.where, "evidence says where"
+    else:
+        assert not cell.evidence, "what does not exist has not run"
+
+
+@pytest.mark.parametrize(("backend", "stage"), FUSED, ids=ids(FUSED))
+def test_a_fused_stage_is_done_by_a_stage_that_exists(backend, stage):
+    """Of the same backend and the same work, with a launcher of its own."""
+    cell = TABLE[backend][stage]
+    other = TABLE[backend][cell.fused]
+    assert other.launcher is not None
+    assert any(stage in stages and cell.fused in stages for stages in STAGES.values())
+
+
+@pytest.mark.parametrize(("backend", "stage"), LAUNCHERS, ids=ids(LAUNCHERS))
+def test_a_launcher_is_a_function(backend, stage):
+    cell = TABLE[backend][stage]
+    module, _, function = cell.launcher.partition(":")
+    package = cell.offer.package
+    if package is None or toolchain().version(package) is not None:
+        assert callable(launcher(cell.launcher))
+        return
+    # The toolchain is not here, so the module cannot be imported; its source can be read.
+    spec = importlib.util.find_spec(module.rpartition(".")[0])
+    folder = Path(spec.submodule_search_locations[0])
+    name = module.rpartition(".")[2]
+    source = next(x for x in (folder / f"{name}.py", folder / name / "__init__.py") if x.exists())
+    defined = {getattr(node, "name", None) for node in ast.parse(source.read_text()).body}
+    assert function in defined
+
+
+def test_the_oracle_works_anywhere():
+    """The reference restricts nothing and needs no toolchain: auto always finds something."""
+    for stage, cell in TABLE["reference"].items():
+        assert cell.fused or cell.offer.devices is None, stage
+        assert cell.offer.package is None, stage
+        assert cell.offer.capabilities is None, stage

@@ -1,0 +1,185 @@
+"""The launcher bundle: bound once on first use, never half, and plain about what is not shipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+import pytest
+
+from openmsa import UnavailableError, bindings
+from openmsa.bindings import LAUNCHERS, KernelLaunchers, kernels
+from openmsa.kernels import MSA_KERNEL_IMPORT_ERROR
+
+
+@pytest.fixture(autouse=True)
+def unbound() -> Iterator[None]:
+    kernels.cache_clear()
+    yield
+    kernels.cache_clear()
+
+
+@pytest.fixture
+def dsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with the CuTe DSL."""
+    for name in ("cutlass", "cuda", "cuda.bindings", "cuda.bindings.driver"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+
+
+@pytest.fixture
+def no_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host without it."""
+    monkeypatch.setitem(sys.modules, "cutlass", None)
+
+
+@pytest.fixture
+def shipped(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A kernel module with one launcher, registered as the stage ``forward``."""
+    module = ModuleType("shipped_kernels")
+    module.run_forward = lambda: "ran"
+    monkeypatch.setitem(sys.modules, "shipped_kernels", module)
+    monkeypatch.setitem(LAUNCHERS, "forward", "shipped_kernels:run_forward")
+    return module
+
+
+@pytest.fixture
+def triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> bool:
+    """Triton on the path, unimported and failing if imported; or none."""
+    if request.param:
+        (tmp_path / "triton").mkdir()
+        (tmp_path / "triton" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+        monkeypatch.delitem(sys.modules, "triton", raising=False)
+        monkeypatch.syspath_prepend(tmp_path)
+    else:
+        monkeypatch.setitem(sys.modules, "triton", None)
+    return request.param
+
+
+def test_launchers_are_reached_by_name_and_by_attribute(dsl, shipped) -> None:
+    bundle = kernels()
+    assert isinstance(bundle, KernelLaunchers)
+    assert bundle.forward is bundle.by_stage["forward"] is shipped.run_forward
+    assert set(bundle.by_stage) == set(LAUNCHERS)
+
+
+def test_the_bundle_is_frozen(dsl, shipped) -> None:
+    bundle = kernels()
+    with pytest.raises(TypeError):
+        bundle.by_stage["forward"] = print
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        bundle.by_stage = {}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        bundle.forward = print
+
+
+def test_the_bundle_is_bound_once_and_kept(dsl, shipped, monkeypatch) -> None:
+    bundle = kernels()
+    monkeypatch.setattr(shipped, "run_forward", print)
+    assert kernels() is bundle
+    assert bundle.forward() == "ran"
+    kernels.cache_clear()
+    assert kernels() is not bundle
+    assert kernels().forward is print
+
+
+@pytest.mark.parametrize("triton", [False, True], indirect=True)
+def test_a_stage_that_is_not_shipped_is_refused_with_the_others_named(dsl, shipped, triton) -> None:
+    with pytest.raises(UnavailableError) as error:
+        kernels().backward  # noqa: B018
+    message = str(error.value)
+    assert "ships no CuTe DSL kernel for 'backward'" in message
+    assert "(shipped: forward)" in message
+    assert '"reference", "cpu"' in message
+    assert ('"triton"' in message) is triton
+    assert error.value.__cause__ is None
+
+
+@pytest.mark.parametrize("triton", [False], indirect=True)
+def test_a_finder_that_refuses_triton_counts_as_none(dsl, triton, monkeypatch) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise ModuleNotFoundError("blocked")
+
+    monkeypatch.setattr(importlib.util, "find_spec", refuse)
+    with pytest.raises(UnavailableError, match=r'"reference", "cpu"$'):
+        kernels().forward  # noqa: B018
+
+
+def test_what_is_no_stage_fails_as_an_attribute(dsl) -> None:
+    assert not hasattr(kernels(), "__wrapped__")
+    assert not hasattr(kernels(), "_private")
+
+
+def test_a_missing_toolchain_is_said_before_any_kernel_is_imported(no_dsl, monkeypatch) -> None:
+    monkeypatch.setitem(LAUNCHERS, "forward", "module_that_does_not_exist:run")
+    with pytest.raises(UnavailableError) as error:
+        kernels()
+    assert str(error.value).startswith(MSA_KERNEL_IMPORT_ERROR)
+
+
+def test_a_bind_without_toolchain_is_not_cached(dsl, shipped, monkeypatch) -> None:
+    with monkeypatch.context() as missing:
+        missing.setitem(sys.modules, "cutlass", None)
+        for _ in range(2):
+            with pytest.raises(UnavailableError):
+                kernels()
+    assert kernels().forward() == "ran"
+
+
+def test_a_bind_with_a_broken_kernel_is_not_cached_in_part(dsl, shipped, monkeypatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setitem(LAUNCHERS, "backward", "shipped_kernels:run_backward")
+        with pytest.raises(AttributeError, match="run_backward"):
+            kernels()
+    assert set(kernels().by_stage) == {"forward"}
+
+
+def together(count: int) -> list[KernelLaunchers]:
+    """The bundles that ``count`` threads get, which all ask at once."""
+    start, found = threading.Barrier(count), []
+
+    def ask() -> None:
+        start.wait()
+        found.append(kernels())
+
+    threads = [threading.Thread(target=ask) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_threads_that_race_to_the_first_call_bind_once(dsl, shipped, monkeypatch) -> None:
+    binds = []
+
+    def slow_gate() -> None:
+        binds.append(threading.get_ident())
+        time.sleep(0.05)
+
+    monkeypatch.setattr(bindings, "require_cute_dsl", slow_gate)
+    found = together(8)
+    assert len(binds) == 1
+    assert len(found) == 8
+    assert all(bundle is found[0] for bundle in found)
+
+
+def test_the_function_still_says_what_it_is() -> None:
+    assert kernels.__name__ == "kernels"
+    assert "UnavailableError" in kernels.__doc__
+    assert kernels.__module__ == "openmsa.bindings"
+
+
+def test_every_registered_launcher_has_the_written_form() -> None:
+    for stage, path in LAUNCHERS.items():
+        module, colon, function = path.partition(":")
+        assert stage.isidentifier()
+        assert colon
+        assert module.startswith("openmsa.kernels.")
+        assert function.isidentifier()
