@@ -17,8 +17,7 @@ KERNEL_FILE_LINES = 600
 FUNCTION_LINES = 80
 PARAMETERS = 10
 
-ALLOWED: dict[str, str] = {
-}
+ALLOWED: dict[str, str] = {}
 """What may be over a limit: file, or ``file:function`` (dotted where nested) -> why."""
 
 

@@ -84,7 +84,9 @@ def _attend(
     if chunk.keys.stop == chunk.keys.start:
         return torch.zeros_like(q), q.new_full(q.shape[:2], float("-inf"), dtype=dtype)
     rows, visible = gather_rows(indices, chunk, config.block_size)
-    logits = torch.einsum("ngd,nkd->ngk", q.to(dtype), k[rows].to(dtype)) * config.scale
+    # What is not visible must not be read at all: a zero weight does not silence a NaN.
+    keys, values = (x[rows].to(dtype).masked_fill(~visible[..., None], 0.0) for x in (k, v))
+    logits = torch.einsum("ngd,nkd->ngk", q.to(dtype), keys) * config.scale
     logits = logits.masked_fill(~visible[:, None], float("-inf"))
     # The shift by the row maximum cancels, so no gradient needs to pass through it.
     shift = logits.detach().amax(-1, keepdim=True)
@@ -93,7 +95,7 @@ def _attend(
     total = p.sum(-1, keepdim=True)
     seen = total > 0
     safe = torch.where(seen, total, 1.0)
-    out = torch.einsum("ngk,nkd->ngd", p / safe, v[rows].to(dtype))
+    out = torch.einsum("ngk,nkd->ngd", p / safe, values)
     lse = torch.where(seen, shift + safe.log(), float("-inf"))
     return out.to(q.dtype), lse.squeeze(-1)
 
@@ -124,12 +126,16 @@ def backward(
         for h in range(k.shape[1]):
             heads = (chunk.rows, slice(h * group, (h + 1) * group))
             rows, visible = gather_rows(saved.indices[h], chunk, config.block_size)
-            keys, values = k[rows, h].to(dtype), v[rows, h].to(dtype)
-            queries, grads = q[heads].to(dtype), d_out[heads].to(dtype)
+            keys, values = (
+                x[rows, h].to(dtype).masked_fill(~visible[..., None], 0.0) for x in (k, v)
+            )
+            blind = ~visible.any(-1)[:, None, None]
+            queries, grads = (x[heads].to(dtype).masked_fill(blind, 0.0) for x in (q, d_out))
             s = torch.einsum("ngd,nkd->ngk", queries, keys) * config.scale
             p = (s - saved.lse[heads][..., None]).exp().masked_fill(~visible[:, None], 0.0)
             dp = torch.einsum("ngd,nkd->ngk", grads, values)
             ds = p * (dp - delta[heads][..., None]) * config.scale
+            ds = ds.masked_fill(~visible[:, None], 0.0)
             dq[heads] = torch.einsum("ngk,nkd->ngd", ds, keys)
             dk[:, h].index_add_(
                 0, rows.flatten(), torch.einsum("ngk,ngd->nkd", ds, queries).flatten(0, 1)
