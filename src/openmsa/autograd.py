@@ -7,12 +7,13 @@ replaying a checkpointed forward gives the same selection as long as its inputs 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from openmsa import ops
+from openmsa.errors import UnsupportedProblem
 
 __all__ = ["attention"]
 
@@ -54,6 +55,27 @@ def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor, *_: Tensor) -> tuple[Any, 
     )
 
 
+def _second_order(ctx: Any, *_: Tensor) -> NoReturn:
+    raise UnsupportedProblem(
+        "openmsa: second-order gradients of sparse attention are not implemented (one of dq, "
+        "dk or dv was asked for); use openmsa.reference.dense on a small problem"
+    )
+
+
+def _selects(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output)
+
+
+def _no_gradient(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+    return (None, None, [None] * 3, *(None,) * 7)
+
+
+# No gradient flows through selection; saying so keeps the operator's outputs out of the graph even
+# where its inputs are not detached.
+torch.library.register_autograd(
+    "openmsa::select_blocks", _no_gradient, setup_context=_selects, lib=ops.LIBRARY
+)
+torch.library.register_autograd("openmsa::attention_backward", _second_order, lib=ops.LIBRARY)
 torch.library.register_autograd(
     "openmsa::attention_forward", _backward, setup_context=_setup_context, lib=ops.LIBRARY
 )

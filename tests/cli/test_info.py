@@ -1,0 +1,110 @@
+"""``openmsa info``: every stage of every backend, and reason and way out where one fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import openmsa
+from openmsa.cli import info
+from openmsa.cli.main import main
+from openmsa.dispatch.probe import DeviceFacts, Toolchain
+from openmsa.dispatch.support import Offer
+from openmsa.dispatch.table import COMPILED, ORDER, STAGES, TABLE, Cell
+
+STAGE_NAMES = sum(STAGES.values(), ())
+
+
+def test_json_lists_every_stage_of_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    listed = {(row["backend"], row["stage"]) for row in found["stages"]}
+    assert listed == {(backend, stage) for backend in ORDER for stage in STAGE_NAMES}
+    assert found["openmsa"] == openmsa.__version__
+    assert found["torch"] == torch.__version__
+    assert found["cpu"]["threads"] == torch.get_num_threads()
+    for row in found["stages"]:
+        cell = TABLE[row["backend"]][row["stage"]]
+        expected = "fused" if cell.fused else cell.evidence if cell.launcher else "none"
+        assert row["status"] == expected
+        assert ("cpu" in row["runs_on"]) == (not row["reasons"]["cpu"])
+        if row["backend"] == "reference":
+            assert "cpu" in row["runs_on"]
+
+
+def test_json_file_comes_with_the_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "info.json"
+    assert main(["info", "--json", str(path)]) == 0
+    assert "stage" in capsys.readouterr().out
+    assert json.loads(path.read_text())["order"] == list(ORDER)
+    assert main(["info", "--json", str(tmp_path / "no" / "where.json")]) == 2
+
+
+def test_tables_show_versions_stages_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    shown = capsys.readouterr().out
+    assert f"openmsa   {openmsa.__version__}" in shown
+    assert f"torch     {torch.__version__}" in shown
+    for stage in STAGE_NAMES:
+        assert f"\n{stage} " in shown
+    for backend in ORDER:
+        assert f"\n  {backend} " in shown
+    assert "auto takes" in shown
+    if not torch.cuda.is_available():
+        assert "CUDA      none: " in shown
+
+
+@pytest.fixture
+def triton_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Triton column whose kernels compiled only, on a machine without Triton."""
+    cell = Cell(
+        "nowhere:nothing",
+        Offer(devices=("cuda",), package="triton", shared_memory=2**20),
+        COMPILED,
+        "sm_90",
+    )
+    monkeypatch.setitem(TABLE, "triton", dict.fromkeys(STAGE_NAMES, cell))
+    tools = Toolchain("3.11", str(torch.__version__), None, "4.6.2")
+    monkeypatch.setattr(info, "toolchain", lambda: tools)
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_a_missing_toolchain_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    shown = capsys.readouterr().out
+    assert 'triton    not installed: pip install "openmsa[triton]"' in shown
+    assert "CuTe DSL  4.6.2" in shown
+    assert "compiled only (sm_90)" in shown
+    line = next(line for line in shown.splitlines() if line.startswith("  triton"))
+    assert "does not run: device: needs cpu, offers cuda; toolchain: needs triton" in line
+    assert line.endswith('pip install "openmsa[triton]"')
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_each_cuda_device_is_described_and_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = DeviceFacts("cuda", "Fast GPU", (9, 0), 132, 227 * 1024)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    memory = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    for module in (info, __import__("openmsa.dispatch.choose").dispatch.choose):
+        monkeypatch.setattr(
+            module,
+            "device_facts",
+            lambda device: facts if device.type == "cuda" else DeviceFacts("cpu", "a CPU"),
+        )
+    assert main(["info"]) == 0
+    shown = capsys.readouterr().out
+    assert "cuda:0    Fast GPU, compute capability 9.0, 132 SMs, 227 KiB shared memory" in shown
+    assert "80.0 GiB" in shown
+    assert "cuda:0: auto takes 'reference' for attention" in shown
+    assert "shared memory: needs 1048576 bytes per thread block, the device has 232448" in shown
+    assert "CUDA      none" not in shown
