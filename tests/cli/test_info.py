@@ -12,6 +12,8 @@ import torch
 import openmsa
 from openmsa.cli import info
 from openmsa.cli.main import main
+from openmsa.contract import Problem
+from openmsa.dispatch.choose import Plan, choose_with
 from openmsa.dispatch.probe import DeviceFacts, Toolchain
 from openmsa.dispatch.support import Offer
 from openmsa.dispatch.table import COMPILED, ORDER, STAGES, TABLE, Cell
@@ -60,9 +62,16 @@ def test_tables_show_versions_stages_and_reasons(capsys: pytest.CaptureFixture[s
         assert "CUDA      none: " in shown
 
 
+FACTS = {
+    "cpu": DeviceFacts("cpu", "a CPU"),
+    "cuda": DeviceFacts("cuda", "Fast GPU", (9, 0), 132, 227 * 1024),
+}
+TOOLS = Toolchain("3.11", str(torch.__version__), None, "4.6.2")
+
+
 @pytest.fixture
-def triton_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Triton column whose kernels compiled only, on a machine without Triton."""
+def other_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without Triton, and a Triton column whose kernels compiled only."""
     cell = Cell(
         "nowhere:nothing",
         Offer(devices=("cuda",), package="triton", shared_memory=2**20),
@@ -70,11 +79,21 @@ def triton_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         "sm_90",
     )
     monkeypatch.setitem(TABLE, "triton", dict.fromkeys(STAGE_NAMES, cell))
-    tools = Toolchain("3.11", str(torch.__version__), None, "4.6.2")
-    monkeypatch.setattr(info, "toolchain", lambda: tools)
+    monkeypatch.setitem(TABLE, "cute", dict.fromkeys(STAGE_NAMES, Cell(reason="not shipped")))
+
+    def facts(device: torch.device) -> DeviceFacts:
+        return FACTS[device.type]
+
+    # Not through ``choose``, which remembers its answers for the devices that are really there.
+    def choose(problem: Problem) -> Plan:
+        return choose_with(problem, "auto", facts(problem.device), TOOLS)
+
+    monkeypatch.setattr(info, "toolchain", lambda: TOOLS)
+    monkeypatch.setattr(info, "device_facts", facts)
+    monkeypatch.setattr(info, "choose", choose)
 
 
-@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.usefixtures("other_machine")
 def test_a_missing_toolchain_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     shown = capsys.readouterr().out
@@ -86,25 +105,19 @@ def test_a_missing_toolchain_says_what_to_install(capsys: pytest.CaptureFixture[
     assert line.endswith('pip install "openmsa[triton]"')
 
 
-@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.usefixtures("other_machine")
 def test_each_cuda_device_is_described_and_asked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    facts = DeviceFacts("cuda", "Fast GPU", (9, 0), 132, 227 * 1024)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     memory = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    for module in (info, __import__("openmsa.dispatch.choose").dispatch.choose):
-        monkeypatch.setattr(
-            module,
-            "device_facts",
-            lambda device: facts if device.type == "cuda" else DeviceFacts("cpu", "a CPU"),
-        )
     assert main(["info"]) == 0
     shown = capsys.readouterr().out
     assert "cuda:0    Fast GPU, compute capability 9.0, 132 SMs, 227 KiB shared memory" in shown
     assert "80.0 GiB" in shown
     assert "cuda:0: auto takes 'reference' for attention" in shown
     assert "shared memory: needs 1048576 bytes per thread block, the device has 232448" in shown
+    assert "cute       does not run: not shipped" in shown
     assert "CUDA      none" not in shown

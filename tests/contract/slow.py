@@ -6,8 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from openmsa import Documents
+
+
+def tensor(rows, dtype: torch.dtype = torch.int64) -> Tensor:
+    """``torch.tensor``, whole numbers by default even where the list is empty."""
+    return torch.tensor(rows, dtype=dtype)
+
+
+def summary(docs: Documents) -> tuple:
+    """All that is promised about documents, for equality."""
+    tensors = (docs.cu_seqlens_q, docs.cu_seqlens_k, docs.positions, docs.token_rows)
+    sizes = (docs.num_documents, docs.num_queries, docs.num_keys)
+    return (*(x.tolist() for x in tensors), *sizes, docs.max_seqlen_q, docs.max_seqlen_k)
+
+
+def block_causal(ids: list[list[int]]) -> Tensor:
+    """bool ``[B, 1, S, S]``, True where ids agree, are not padding, and the key is not ahead."""
+    ids = tensor(ids)
+    same = (ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] > 0)
+    return (same & torch.ones_like(same).tril())[:, None]
 
 
 @dataclass

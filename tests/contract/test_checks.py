@@ -58,9 +58,6 @@ def select(arguments, **changes):
     return select_blocks(**{**arguments, **changes})
 
 
-# --- the error classes ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "base"),
     [
@@ -83,9 +80,6 @@ def test_refusals_come_before_any_work(attention):
     for backend in (*BACKENDS, "auto", "triton", "cute"):
         with pytest.raises(ValueError, match=r"^q"):
             attend(attention, q=attention["q"][:3], backend=backend)
-
-
-# --- sparse_attention -------------------------------------------------------------------------
 
 
 def test_the_right_arguments_are_right(attention, scoring):
@@ -254,8 +248,6 @@ def test_backend_names(attention, scoring, backend):
         select(scoring, backend=backend)
 
 
-# --- select_blocks ----------------------------------------------------------------------------
-
 INDEX_SHAPES = [
     ("index_q", (TOKENS, 16), "(14, 16)"),
     ("index_q", (1, TOKENS, 2, 8), "(1, 14, 2, 8)"),
@@ -339,9 +331,6 @@ def test_one_shared_index_key_in_either_shape(scoring):
     assert torch.equal(three_axes.indices, two_axes.indices)
 
 
-# --- arguments that are no tensors at all -----------------------------------------------------
-
-
 @pytest.mark.parametrize("argument", ["q", "k", "v"])
 def test_operands_are_tensors(attention, argument):
     with refuses(argument, "list"):
@@ -373,9 +362,6 @@ def test_ids_of_a_selection_are_a_tensor(docs):
         Selection.from_indices([[[0]]], docs)
 
 
-# --- a named backend --------------------------------------------------------------------------
-
-
 def test_cute_on_a_cpu_is_unsupported_and_says_why(attention, scoring):
     """Never a fallback: what was needed, on which device, with which versions, and a way out."""
     for call, arguments in ((attend, attention), (select, scoring)):
@@ -393,8 +379,6 @@ def test_explain_checks_its_arguments(attention):
     with refuses("v", "(14, 1, 8)"):
         openmsa.explain(**arguments)
 
-
-# --- valid input never gives NaN --------------------------------------------------------------
 
 EDGES = {
     "no_documents": ([0], None),
@@ -446,6 +430,7 @@ def test_no_nan_at_the_edges(edge, slack, dtype, backend):
     # A row sees a key exactly where its position is not negative; slack rows see none.
     sees = torch.cat([docs.positions >= 0, torch.zeros(slack, dtype=torch.bool)])
     for x in (lse, sel.lse.t()):
+        assert x.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert not x.isnan().any()
         assert torch.equal(x.isfinite(), sees[:, None].expand_as(x))
         assert (x[~sees] == -math.inf).all()

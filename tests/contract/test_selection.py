@@ -44,9 +44,6 @@ def one_query(position: int) -> Documents:
     return Documents.from_cu_seqlens(torch.tensor([0, 1]), torch.tensor([0, position + 1]))
 
 
-# --- reading by value -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
@@ -153,9 +150,6 @@ def test_no_queries(lengths):
     assert selection.indices.dtype == torch.int32
 
 
-# --- layouts ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def three_documents():
     return Documents.from_lengths([300, 1, 83])
@@ -254,9 +248,6 @@ def test_block_sizes(three_documents, block_size):
     check(selection, ids.tolist(), three_documents, block_size)
 
 
-# --- validate ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
@@ -308,9 +299,6 @@ def test_validate_does_not_look_at_slack_rows():
     assert selection.indices.flatten().tolist() == [0, 0, 0, -1, -1]
 
 
-# --- MiniMax ----------------------------------------------------------------------------------
-
-
 def some_selection(docs, heads=4, topk=6, block_size=16):
     """Every query's own block and some earlier ones."""
     own = torch.tensor(own_blocks(docs, block_size))
@@ -357,9 +345,6 @@ def test_minimax_copy_is_the_callers_own():
     assert selection.indices.tolist() == [[[0, 1]]]
 
 
-# --- FlashInfer -------------------------------------------------------------------------------
-
-
 def test_flashinfer_is_token_major_and_inverted():
     docs = Documents.from_lengths([130, 1, 40])
     selection = some_selection(docs)
@@ -390,9 +375,6 @@ def test_flashinfer_needs_three_axes():
         Selection.from_flashinfer(
             torch.zeros(4, 16, dtype=torch.int32), Documents.from_lengths([4])
         )
-
-
-# --- Transformers -----------------------------------------------------------------------------
 
 
 def row_anchored(rows, heads, length, topk, high, dtype=torch.int64):
@@ -539,9 +521,6 @@ def test_transformers_blocks_count_from_keys_not_queries(cu_q, cu_k, fragments):
     except InvalidInput:
         return
     assert selection.indices.tolist() == [expected]
-
-
-# --- moving -----------------------------------------------------------------------------------
 
 
 def test_to_moves_indices_and_lse():

@@ -55,3 +55,14 @@ def row(offer: Offer, evidence: str = "ran", **odd: Cell) -> dict[str, Cell]:
     stages = sum(STAGES.values(), ())
     cells = {stage: Cell("math:sqrt", offer, evidence, f"{evidence} somewhere") for stage in stages}
     return cells | odd
+
+
+HOPPER = Offer(devices=("cuda",), capabilities=((9, 0), (9, 0)), package="cute_dsl")
+BLACKWELL = Offer(devices=("cuda",), capabilities=((10, 0), (10, 3)), package="cute_dsl")
+PORTABLE = Offer(
+    devices=("cuda",),
+    capabilities=((8, 0), (12, 1)),
+    dtypes=(torch.bfloat16,),
+    package="triton",
+    deterministic=False,
+)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -13,8 +11,7 @@ import torch
 import openmsa
 from openmsa import Documents, InvalidInput, Selection, UnsupportedProblem
 from openmsa.dispatch import choose as dispatch
-from openmsa.dispatch.choose import choose, choose_with, explain, supports
-from openmsa.dispatch.probe import DeviceFacts, device_facts, toolchain
+from openmsa.dispatch.choose import choose, choose_with, supports
 from openmsa.dispatch.support import Offer
 from openmsa.dispatch.table import ORDER, STAGES, TABLE, Cell, launcher
 
@@ -23,30 +20,19 @@ from .fakes import (
     ATTENTION,
     B200,
     BARE,
+    BLACKWELL,
     BOTH,
     CPU,
     CUTE,
     DEVICES,
     H200,
+    PORTABLE,
     PROBLEMS,
     SELECT,
     TOOLS,
     TRITON,
     row,
 )
-
-ON_CPU = {
-    work: dataclasses.replace(problem, device=torch.device("cpu"))
-    for work, problem in PROBLEMS.items()
-}
-
-
-@pytest.fixture(autouse=True)
-def fresh_choices():
-    """Choices are remembered for the process; these tests change what they depend on."""
-    choose.cache_clear()
-    yield
-    choose.cache_clear()
 
 
 def able(problem, facts, tools):
@@ -55,9 +41,6 @@ def able(problem, facts, tools):
         for name in ORDER
         if all(answer.ok for answer in supports(name, problem, facts, tools).values())
     ]
-
-
-# --- the table as it is -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("work", PROBLEMS)
@@ -123,26 +106,6 @@ def test_a_gpu_without_toolchains_gets_the_reference(facts, work):
 def test_unknown_names_are_invalid_input(backend):
     with pytest.raises(InvalidInput, match=r"backend: expected one of .*cute.*, got"):
         choose_with(SELECT, backend, CPU, BARE)
-
-
-# --- a table made for the purpose -------------------------------------------------------------
-
-HOPPER = Offer(devices=("cuda",), capabilities=((9, 0), (9, 0)), package="cute_dsl")
-BLACKWELL = Offer(devices=("cuda",), capabilities=((10, 0), (10, 3)), package="cute_dsl")
-PORTABLE = Offer(
-    devices=("cuda",),
-    capabilities=((8, 0), (12, 1)),
-    dtypes=(torch.bfloat16,),
-    package="triton",
-    deterministic=False,
-)
-
-
-@pytest.fixture
-def two_rows(monkeypatch):
-    """CuTe for Hopper and Triton for any GPU, both of which ran."""
-    monkeypatch.setitem(TABLE, "cute", row(HOPPER))
-    monkeypatch.setitem(TABLE, "triton", row(PORTABLE))
 
 
 @pytest.mark.usefixtures("two_rows")
@@ -263,9 +226,6 @@ def test_nobody_at_all(monkeypatch):
         assert f"{name}: dtype: needs bfloat16, offers int8" in message
 
 
-# --- evidence ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("evidence", ["compiled only", "simulated"])
 def test_what_ran_is_preferred_to_what_did_not(evidence, monkeypatch):
     """Although it comes later in the order; and nothing needs to be said about it."""
@@ -328,91 +288,6 @@ def test_who_asks_by_name_knows():
         assert choose(ATTENTION, "cute").backend == "cute"
 
 
-# --- explain ----------------------------------------------------------------------------------
-
-
-def lines_of(text):
-    return [line.split() for line in text.splitlines()]
-
-
-@pytest.mark.parametrize("work", PROBLEMS)
-@pytest.mark.parametrize("facts", DEVICES.values(), ids=DEVICES)
-def test_explain_mentions_every_stage_of_every_backend(facts, work, monkeypatch):
-    monkeypatch.setattr(dispatch, "device_facts", lambda device: facts)
-    monkeypatch.setattr(dispatch, "toolchain", lambda: BARE)
-    problem = PROBLEMS[work]
-    text = explain(problem)
-    plan = choose_with(problem, "auto", facts, BARE)
-    head, *rows = text.splitlines()
-    assert work in head
-    assert plan.backend in head
-    assert ", ".join(ORDER) in head, "the order itself is printed"
-    for name in ORDER:
-        for stage, answer in supports(name, problem, facts, BARE).items():
-            (line,) = [row for row in rows if name in row.split() and stage in row.split()[:3]]
-            assert line.strip().startswith("->") == (name == plan.backend)
-            cell = TABLE[name][stage]
-            if cell.fused:
-                assert f"done inside {cell.fused}" in line
-            elif answer.ok:
-                assert f"yes ({cell.evidence}" in line
-            else:
-                assert all(reason in line for reason in answer.reasons)
-    assert len(rows) == len(ORDER) * len(STAGES[work])
-
-
-@pytest.mark.usefixtures("two_rows")
-def test_explain_gives_the_reasons(monkeypatch):
-    monkeypatch.setattr(dispatch, "device_facts", lambda device: A100)
-    monkeypatch.setattr(dispatch, "toolchain", lambda: BOTH)
-    text = explain(ATTENTION)
-    assert text.startswith("attention: triton")
-    assert "no: compute capability: needs (8, 0), offers (9, 0) to (9, 0)" in text
-    assert "no: device: needs cuda, offers cpu" in text
-
-
-def test_explain_when_nobody_can(monkeypatch):
-    for name in ORDER:
-        monkeypatch.setitem(TABLE, name, row(Offer(dtypes=(torch.int8,))))
-    text = explain(ON_CPU["attention"])
-    assert text.startswith("attention: none")
-    assert "->" not in text
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_public_explain(dtype):
-    docs = Documents.from_lengths([5, 3])
-    q, k, v = (torch.zeros(8, h, 16, dtype=dtype) for h in (4, 2, 2))
-    sel = Selection.from_indices(torch.zeros(2, 8, 3, dtype=torch.int32), docs)
-    text = openmsa.explain(q, k, v, sel, docs)
-    assert isinstance(text, str)
-    for work, stages in STAGES.items():
-        assert any(line.startswith(f"{work}: cpu") for line in text.splitlines())
-        for name in ORDER:
-            for stage in stages:
-                assert any(name in line and stage in line for line in lines_of(text))
-
-
-def test_public_explain_follows_determinism(monkeypatch):
-    """A row without repeatable sums is out once torch asks for them."""
-    offer = Offer(devices=("cpu",), deterministic=False)
-    monkeypatch.setitem(TABLE, "triton", row(offer))
-    docs = Documents.from_lengths([2])
-    x = torch.zeros(2, 1, 4)
-    sel = Selection.from_indices(torch.zeros(1, 2, 1, dtype=torch.int32), docs)
-    assert "attention: triton" in openmsa.explain(x, x, x, sel, docs)
-    torch.use_deterministic_algorithms(True)
-    try:
-        text = openmsa.explain(x, x, x, sel, docs)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert "attention: cpu" in text
-    assert "no: deterministic" in text
-
-
-# --- the public functions go through the table ------------------------------------------------
-
-
 @pytest.fixture
 def call():
     docs = Documents.from_lengths([5, 3])
@@ -457,63 +332,3 @@ def test_a_refused_backend_raises_from_the_public_function(call, work, monkeypat
     assert "device: needs cpu, offers cuda" in message
     assert f"torch {torch.__version__}" in message
     assert "instead: backend='cpu'" in message
-
-
-# --- facts of this process --------------------------------------------------------------------
-
-
-def test_facts_of_a_cpu():
-    facts = device_facts(torch.device("cpu"))
-    assert facts.kind == "cpu"
-    assert facts.capability is None
-    assert (facts.sm_count, facts.shared_memory) == (0, 0)
-    assert str(facts)
-
-
-def test_facts_of_this_process():
-    tools = toolchain()
-    assert tools.torch == torch.__version__
-    assert tools.python == ".".join(map(str, sys.version_info[:3]))
-
-
-def test_probing_imports_no_toolchain():
-    """Versions come from package metadata; nothing is imported to learn them."""
-    code = (
-        "import sys, torch\n"
-        "before = set(sys.modules)\n"
-        "from openmsa.dispatch.choose import explain\n"
-        "from openmsa.contract.problem import Problem\n"
-        "print(explain(Problem('select', torch.device('cpu'), torch.float32, 1, 1, 8, 8, 1)))\n"
-        "new = set(sys.modules) - before\n"
-        "assert not [m for m in new if m.split('.')[0] in ('triton', 'cutlass', 'cuda')], new\n"
-        "assert not torch.cuda.is_initialized()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("select: cpu")
-
-
-def test_a_device_without_an_index_is_the_current_one(monkeypatch):
-    """flash-attention#54, triton#2441: facts of the tensor's device, not of device 0."""
-    seen = []
-
-    class Properties:
-        name = "NVIDIA Fake"
-        multi_processor_count = 7
-        shared_memory_per_block_optin = 4096
-
-    def properties(device):
-        seen.append(device)
-        return Properties
-
-    from openmsa.dispatch import probe
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(probe, "sm_capability", lambda device: (9, device.index))
-    monkeypatch.setattr(probe, "sm_count", lambda device: 7)
-    # Indices that no other test asks about, since facts are looked up once per device.
-    assert device_facts(torch.device("cuda")) == DeviceFacts("cuda", "NVIDIA Fake", (9, 5), 7, 4096)
-    assert device_facts(torch.device("cuda", 6)).capability == (9, 6)
-    assert [torch.device(device).index for device in seen] == [5, 6]
-    probe._device_facts.cache_clear()

@@ -55,9 +55,6 @@ def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tens
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-# --- selection --------------------------------------------------------------------------------
-
-
 def scores_of(index_q: Tensor, index_k: Tensor, entry: Entry, query: int, head: int) -> list[float]:
     """float64 logits of one query against the keys it sees, in position order."""
     visible = entry.position(query) + 1
@@ -123,9 +120,6 @@ def brute_selected_lse(
                     total = math.fsum(math.exp(s - high) for s in kept)
                     lse[head, query] = high + math.log(total)
     return lse
-
-
-# --- attention --------------------------------------------------------------------------------
 
 
 def readable(indices: Tensor, entries: Sequence[Entry], keys: int, block_size: int) -> Tensor:
@@ -223,6 +217,31 @@ def truth(
     """The dense definition, forward and backward, in float64."""
     q, k, v = q.double(), k.double(), v.double()
     return differentiate(lambda q, k, v: attention(q, k, v, mask, scale), q, k, v, d_out, d_lse)
+
+
+def truth_by_entry(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sel: Selection,
+    entries: Sequence[Entry],
+    d_out: Tensor,
+    scale: float | None = None,
+) -> Result:
+    """:func:`truth` entry by entry, for problems whose whole mask would be large."""
+    full = Result(*(torch.zeros(x.shape, dtype=torch.float64) for x in (q, q[..., 0], q, k, v)))
+    full.lse.fill_(-math.inf)
+    for entry in entries:
+        rows = slice(entry.queries.start, entry.queries.stop)
+        keys = slice(entry.keys.start, entry.keys.stop)
+        local = [Entry(range(len(entry.queries)), range(len(entry.keys)))]
+        mask = readable(sel.indices[:, rows], local, len(entry.keys), sel.block_size)
+        part = truth(q[rows], k[keys], v[keys], mask, d_out[rows], scale=scale)
+        for x, y in ((full.out, part.out), (full.lse, part.lse), (full.dq, part.dq)):
+            x[rows] = y
+        full.dk[keys] += part.dk
+        full.dv[keys] += part.dv
+    return full
 
 
 def assert_close(actual: Result, expected: Result, **tolerance: float) -> None:

@@ -23,8 +23,7 @@ from .oracle import (
     offsets,
     ours,
     rand,
-    readable,
-    truth,
+    truth_by_entry,
 )
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
@@ -45,9 +44,9 @@ def own_blocks(docs, block_size=128):
 
 def check(q, k, v, sel, docs, d_out, cu_q, cu_k=None, *, backend, **tolerance) -> Result:
     """Ours against the definition in float64 of the very operands given."""
-    mask = readable(sel.indices, entries(cu_q, cu_k), k.shape[0], sel.block_size)
     result = ours(q, k, v, sel, docs, d_out, backend=backend)
-    assert_close(result, truth(q, k, v, mask, d_out), **tolerance)
+    expected = truth_by_entry(q, k, v, sel, entries(cu_q, cu_k), d_out)
+    assert_close(result, expected, **tolerance)
     return result
 
 
@@ -64,9 +63,6 @@ def uninitialised_memory_is_nan():
     finally:
         torch.use_deterministic_algorithms(before)
         torch.utils.deterministic.fill_uninitialized_memory = fill
-
-
-# --- masking, padding, empty rows -------------------------------------------------------------
 
 
 def test_stale_lanes_in_index_rows(backend):
@@ -112,8 +108,7 @@ def test_a_tail_of_sentinels_is_never_followed(tokens, backend):
     q, k, v, d_out = operands(tokens)
     k, v = (torch.cat([x, torch.full((128, *x.shape[1:]), math.nan)]) for x in (k, v))
     result = ours(q, k, v, sel, docs, d_out, backend=backend)
-    mask = readable(sel.indices, entries([0, tokens]), tokens, 128)
-    expected = truth(q, k[:tokens], v[:tokens], mask, d_out)
+    expected = truth_by_entry(q, k[:tokens], v[:tokens], sel, entries([0, tokens]), d_out)
     assert (result.dk[tokens:] == 0).all()
     assert (result.dv[tokens:] == 0).all()
     trimmed = Result(result.out, result.lse, result.dq, result.dk[:tokens], result.dv[:tokens])
@@ -175,8 +170,7 @@ def test_large_inputs(size, dtype, backend):
     )
     q, k, v, d_out = operands(256, None, 1, 1, 64, dtype, size)
     result = ours(q, k, v, sel, docs, d_out, backend=backend)
-    mask = readable(sel.indices, entries([0, 256]), 256, 64)
-    expected = truth(q, k, v, mask, d_out)
+    expected = truth_by_entry(q, k, v, sel, entries([0, 256]), d_out)
     for name, x in result.items():
         right = getattr(expected, name)
         assert x.isfinite().all(), name
@@ -211,14 +205,10 @@ def test_a_tail_block_of_two_keys(backend):
     q, k, v, d_out = operands(130)
     k, v = (torch.cat([x, torch.full((126, *x.shape[1:]), 1e4, dtype=x.dtype)]) for x in (k, v))
     runs = [ours(q, k, v, sel, docs, d_out, backend=backend) for _ in range(3)]
-    mask = readable(sel.indices, entries([0, 130]), 256, 128)
-    assert_close(runs[0], truth(q, k, v, mask, d_out))
+    assert_close(runs[0], truth_by_entry(q, k, v, sel, entries([0, 130]), d_out))
     for run in runs[1:]:
         for name, x in run.items():
             assert_same_bits(name, x, getattr(runs[0], name))
-
-
-# --- document packing -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -259,9 +249,6 @@ def test_packed_gradients(lengths, backend):
     check(q, k, v, sel, docs, d_out, offsets(lengths), backend=backend)
 
 
-# --- indices ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("topk", [17, 32, 64])
 def test_more_than_sixteen_blocks(topk, backend):
     """vllm-ascend#12734: arrays of 16 overflowed; here up to 64 blocks a query."""
@@ -294,9 +281,6 @@ def test_a_transposed_selection(backend):
     assert torch.equal(
         sel.indices, Selection.from_flashinfer(token_major, docs, block_size=32).indices
     )
-
-
-# --- layouts ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -346,8 +330,7 @@ def test_d_out_of_stride_zero(layout_problem, backend):
     docs, sel, (q, k, v, _), _ = layout_problem
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     sparse_attention(*leaves, sel, docs, backend=backend).sum().backward()
-    mask = readable(sel.indices, entries([0, 50, 64]), 64, 16)
-    expected = truth(q, k, v, mask, torch.ones_like(q))
+    expected = truth_by_entry(q, k, v, sel, entries([0, 50, 64]), torch.ones_like(q))
     for leaf, name in zip(leaves, ("dq", "dk", "dv"), strict=True):
         torch.testing.assert_close(leaf.grad, getattr(expected, name), rtol=1e-10, atol=1e-11)
 
@@ -381,8 +364,7 @@ def test_large_d_out(dtype, backend):
     q, k, v, _ = operands(256, None, 16, 1, 16, dtype, size=0.25)
     signs = (torch.arange(256)[:, None] + torch.arange(16)) % 2 * 2 - 1
     d_out = (1e4 * signs[..., None].expand(256, 16, 16)).to(dtype)
-    mask = readable(sel.indices, entries([0, 256]), 256, 16)
-    expected = truth(q, k, v, mask, d_out)
+    expected = truth_by_entry(q, k, v, sel, entries([0, 256]), d_out)
     result = ours(q, k, v, sel, docs, d_out, backend=backend)
     unit = torch.finfo(dtype).eps
     for name, x in result.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from openmsa.cli.measure import CONVENTION, useful_flops
 from openmsa.cli.selections import coherent_selection, random_selection
 from openmsa.cli.step import STAGES, Operands, backends_of, draw, sparse_step
 from openmsa.cli.text import Progress, write
-from openmsa.contract import MINIMAX_M3, Documents, Selection
+from openmsa.contract import MINIMAX_M3, Documents, Selection, Topology
 from openmsa.dispatch.probe import device_facts, toolchain
 from openmsa.workloads import count_pairs
 
@@ -106,8 +106,9 @@ def run(args: argparse.Namespace) -> int:
     device = options.device_of(args, args.backend)
     dtype = options.dtype_of(args, device)
     tokens = args.tokens or ((4096,) if device.type == "cpu" else (8192, 16384, 32768))
+    topology = _topology(args)
     names = {
-        name: "/".join(dict.fromkeys(backends_of(MINIMAX_M3, device, dtype, name).values()))
+        name: "/".join(dict.fromkeys(backends_of(topology, device, dtype, name).values()))
         for name in args.backend
     }
     warmups = 1 if device.type == "cuda" else 0
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     skipped: dict[int, str] = {}
     progress = Progress(len(tokens) * (args.repeats + warmups) * (len(names) + 1))
     for count in dict.fromkeys(tokens):
-        size = _prepare(args, count, device, dtype)
+        size = _prepare(args, topology, count, device, dtype)
         reason = _why_no_dense(args, size)
         if reason:
             skipped[size.x.docs.num_queries] = reason
@@ -128,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
         "dtype": str(dtype).removeprefix("torch."),
         "stage": args.stage,
         "selection": args.selection,
+        "topology": asdict(topology),
         "repeats": args.repeats,
         "warmups": warmups,
         "flop_convention": CONVENTION,
@@ -155,12 +157,17 @@ def _timed(stage: str) -> tuple[str, ...]:
     return STAGES if stage == "step" else (stage,)
 
 
-def _prepare(
-    args: argparse.Namespace, tokens: int, device: torch.device, dtype: torch.dtype
-) -> _Size:
-    t = MINIMAX_M3
+def _topology(args: argparse.Namespace) -> Topology:
     if args.selection == "real":
-        docs = options.case_of(args)[1].truncate(tokens).documents(device)
+        return options.topology_of(options.case_of(args, None)[1])
+    return MINIMAX_M3
+
+
+def _prepare(
+    args: argparse.Namespace, t: Topology, tokens: int, device: torch.device, dtype: torch.dtype
+) -> _Size:
+    if args.selection == "real":
+        docs = options.case_of(args, tokens)[1].documents(device)
     else:
         docs = Documents.from_lengths([tokens], device=device)
     pick = coherent_selection if args.selection == "coherent" else random_selection
@@ -230,7 +237,7 @@ def _time(
 
 
 def _show(result: dict[str, Any]) -> None:
-    t = MINIMAX_M3
+    t = Topology(**result["topology"])
     write(
         f"{result['stage']}, {result['selection']} selection, {t.q_heads}/{t.kv_heads} heads, head "
         f"dim {t.head_dim}, blocks of {t.block_size}, top-{t.topk}, {result['dtype']} on "

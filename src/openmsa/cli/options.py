@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from openmsa.cli.text import write
+from openmsa.contract import MINIMAX_M3, Topology
 from openmsa.dispatch.table import BACKENDS
 from openmsa.errors import invalid_input
 from openmsa.workloads import WORKLOADS, Case, load
@@ -19,12 +21,15 @@ __all__ = [
     "DTYPES",
     "add_files",
     "add_problem",
+    "backend_list",
     "case_of",
     "check_files",
     "device_of",
     "dtype_of",
+    "natural",
     "positive",
     "save_json",
+    "topology_of",
 ]
 
 DTYPES = {
@@ -131,11 +136,11 @@ def dtype_of(args: argparse.Namespace, device: torch.device) -> torch.dtype:
     return DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
 
 
-def case_of(args: argparse.Namespace) -> tuple[int, Case]:
-    """Number and case that ``--workload`` and ``--case`` name.
+def case_of(args: argparse.Namespace, tokens: int | None) -> tuple[int, Case]:
+    """Number and case that ``--workload`` and ``--case`` name, cut to its first ``tokens``.
 
     Raises:
-        InvalidInput: no such workload or case.
+        InvalidInput: no such workload or case, or one in which no query sees a key.
     """
     cases = load(args.workload)
     number = args.case
@@ -143,7 +148,15 @@ def case_of(args: argparse.Namespace) -> tuple[int, Case]:
         number = DEFAULT_CASE if args.workload == DEFAULT_WORKLOAD else 0
     if number >= len(cases):
         invalid_input("--case", f"0..{len(cases) - 1} in {args.workload}", number)
-    return number, cases[number]
+    case = cases[number] if tokens is None else cases[number].truncate(tokens)
+    if not case.sparse_elements:
+        invalid_input(f"case {number} of {args.workload}", "a query that sees a key", "none")
+    return number, case
+
+
+def topology_of(case: Case) -> Topology:
+    """MiniMax-M3's heads and widths, with the blocks that the workload counts in."""
+    return replace(MINIMAX_M3, block_size=case.block_size, topk=case.topk)
 
 
 def backend_list(text: str) -> tuple[str, ...]:

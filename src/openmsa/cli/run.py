@@ -16,7 +16,6 @@ from openmsa.cli.dense import LIMIT_SECONDS, dense_step, expected_seconds
 from openmsa.cli.measure import CONVENTION, Cost, measure, useful_flops
 from openmsa.cli.step import STAGES, Operands, Step, backends_of, draw, sparse_step
 from openmsa.cli.text import Progress, write
-from openmsa.contract import MINIMAX_M3
 from openmsa.dispatch.probe import device_facts, toolchain
 from openmsa.dispatch.table import BACKENDS
 from openmsa.testing.compare import Report
@@ -118,9 +117,9 @@ def run(args: argparse.Namespace) -> int:
     options.check_files(args)
     device = options.device_of(args, (args.backend,))
     dtype = options.dtype_of(args, device)
-    number, case = options.case_of(args)
-    case = case.truncate(args.tokens or (_CPU_TOKENS if device.type == "cpu" else case.num_queries))
-    backends = backends_of(MINIMAX_M3, device, dtype, args.backend)
+    tokens = args.tokens or (_CPU_TOKENS if device.type == "cpu" else None)
+    number, case = options.case_of(args, tokens)
+    backends = backends_of(options.topology_of(case), device, dtype, args.backend)
     outcome = _compute(args, case, number, device, dtype, backends)
     if args.json != "-":
         _show(outcome)
@@ -144,7 +143,7 @@ def _compute(
 ) -> Outcome:
     case.documents(device)  # The first call also pays for waking the device up.
     docs, documents = measure(device, lambda: case.documents(device))
-    x = draw(docs, MINIMAX_M3, dtype, args.seed)
+    x = draw(docs, options.topology_of(case), dtype, args.seed)
     no_dense = _why_no_dense(args, x, case)
     causal, sparse = case.causal_elements, case.sparse_elements
     work = {stage: useful_flops(stage, x.topology, causal, sparse) for stage in STAGES}
@@ -276,6 +275,8 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
         "keys": docs.num_keys,
         "documents": docs.layout.num_ranges,
         "fragments": docs.num_documents,
+        "block_size": case.block_size,
+        "topk": case.topk,
         "causal_pairs": case.causal_elements,
         "sparse_pairs": case.sparse_elements,
         "flop_convention": CONVENTION,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +43,8 @@ class Offer:
     devices: tuple[str, ...] | None = None
     capabilities: tuple[tuple[int, int], tuple[int, int]] | None = None
     dtypes: tuple[torch.dtype, ...] = FLOATS
-    head_dims: tuple[int, ...] | None = None
-    block_sizes: tuple[int, ...] | None = None
+    head_dims: Collection[int] | None = None
+    block_sizes: Collection[int] | None = None
     groups: range = range(1, 65)
     topks: range = range(1, 65)
     deterministic: bool = True

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 from openmsa.dispatch.support import Offer
 
 __all__ = ["BACKENDS", "ORDER", "STAGES", "TABLE", "Cell", "launcher"]
@@ -64,12 +66,35 @@ def _cpu(function: str) -> Cell:
     return Cell(f"openmsa.backends.cpu.{function}", Offer(devices=("cpu",)), RAN, "x86 CPU")
 
 
-_NO_TRITON = Cell(reason="this version ships no Triton kernel for it")
+def _triton(function: str, shared_memory: int = 0) -> Cell:
+    """Bytes of shared memory are those the compiler reports for head dim 128 on sm_90."""
+    offer = Offer(
+        devices=("cuda",),
+        capabilities=((8, 0), (12, 9)),
+        dtypes=(torch.bfloat16, torch.float16),
+        head_dims=(64, 96, 128),
+        block_sizes=(64, 128),
+        deterministic=False,
+        package="triton",
+        shared_memory=shared_memory,
+    )
+    return Cell(f"openmsa.backends.triton.{function}", offer, RAN, "H200")
+
+
 _NO_CUTE = Cell(reason="this version ships no CuTe DSL kernel for it")
 
 TABLE: dict[str, dict[str, Cell]] = {
     "cute": dict.fromkeys(sum(STAGES.values(), ()), _NO_CUTE),
-    "triton": dict.fromkeys(sum(STAGES.values(), ()), _NO_TRITON),
+    "triton": {
+        "block_scores": Cell(fused="select_blocks"),
+        "select_blocks": _triton("selection:select_blocks", 114_688),
+        "key_schedule": _triton("schedule:key_schedule"),
+        "forward": _triton("forward:forward", 106_528),
+        "backward_preprocess": _triton("backward:backward_preprocess"),
+        "task_build": Cell(fused="backward"),
+        "backward": _triton("backward:backward", 164_416),
+        "backward_postprocess": _triton("backward:backward_postprocess"),
+    },
     "cpu": {
         "block_scores": Cell(fused="select_blocks"),
         "select_blocks": _cpu("selection:select_blocks"),

@@ -142,9 +142,10 @@ class Case:
         if values.index == "equal":
             index_k = index_k[:1].expand_as(index_k).clone()
         if values.index == "nonfinite":
-            index_k[3::11, :, 0] = float("nan")
-            index_k[5::17] = 0.0
-            index_k[5::17, :, 0] = float("inf")
+            # Some blocks of 64 keys hold NaN, some infinities, some both and some neither.
+            index_k[130::128] = 0.0
+            index_k[130::128, :, 0] = float("inf")
+            index_k[70::230, :, 0] = float("nan")
         q, k, v, index_q, index_k, d_out = (
             draw.pad(x).to(device, dtype) for x in (q, k, v, index_q, index_k, d_out)
         )

@@ -1,0 +1,204 @@
+"""Sparse attention forward in Triton, key-major.
+
+A program keeps one key block's K and V and walks the queries that chose it. What it finds for a
+query is softmax over one block only; it goes to the query's slot for that block as a normalised
+partial output and its base-2 log-sum-exp, and a second kernel merges a query's slots::
+
+    lse2 = log2 sum_s 2^(lse2_s)          out = sum_s 2^(lse2_s - lse2) out_s
+
+Slots exist for one window of queries at a time, which bounds the workspace for any token count.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openmsa.backends.triton.common import (
+    LN2,
+    LOG2E,
+    lower_bound,
+    padded,
+    queries_per_tile,
+    spread,
+    tables,
+)
+from openmsa.contract.key_schedule import KeySchedule
+from openmsa.contract.layout import Layout
+from openmsa.contract.problem import AttentionConfig
+
+__all__ = ["forward"]
+
+_SLOT_BYTES = 2**30
+"""Partial outputs held at a time. Measured on an H200 at 16,384 tokens: 4,096 queries at a time (1
+GiB) cost no more than all at once; 1,024 at a time cost 30% for want of work per launch."""
+
+_CHUNK = 256
+"""Queries of one program; a block that more queries chose is shared by several programs."""
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    schedule: KeySchedule,
+    layout: Layout,
+    config: AttentionConfig,
+) -> tuple[Tensor, Tensor]:
+    """``out [Tq, Hq, D]`` in q's dtype and fp32 ``lse [Tq, Hq]``; see :mod:`openmsa.pipeline`."""
+    total, heads, dim = q.shape
+    kv_heads, topk = k.shape[1], indices.shape[2]
+    group = heads // kv_heads
+    out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((total, heads), dtype=torch.float32, device=q.device)
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    indices = indices.contiguous()
+    lookup = tables(layout, config.block_size)
+    window = max(1, min(total, _SLOT_BYTES // (topk * heads * dim * q.itemsize)))
+    slots = torch.empty((window, kv_heads, topk, group, dim), dtype=q.dtype, device=q.device)
+    slot_lse = torch.empty((window, kv_heads, topk, group), dtype=torch.float32, device=q.device)
+    shape = {"GROUP": group, "D": dim, "D_PAD": padded(dim), "TOPK": topk}
+    for first in range(0, layout.num_queries, window):
+        last = min(first + window, layout.num_queries)
+        grid = (schedule.num_rows, kv_heads, triton.cdiv(last - first, _CHUNK))
+        if schedule.num_rows:
+            _attend[grid](
+                q, k, v, indices, schedule.row_ptr, schedule.queries, lookup.positions,
+                lookup.blocks, slots, slot_lse,
+                first, last, total, schedule.num_rows, schedule.queries.shape[1],
+                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+                config.scale * LOG2E,
+                **shape,
+                GROUP_PAD=triton.next_power_of_2(group),
+                TOPK_PAD=triton.next_power_of_2(topk),
+                QUERIES=max(queries_per_tile(group), 16 // triton.next_power_of_2(group)),
+                BLOCK=config.block_size, CHUNK=_CHUNK,
+                num_warps=4, num_stages=3,
+            )  # fmt: skip
+        _merge[(last - first, kv_heads)](
+            indices, slots, slot_lse, out, lse, first, total, heads, LN2,
+            **shape, GROUP_PAD=triton.next_power_of_2(group),
+            TOPK_PAD=triton.next_power_of_2(topk), num_warps=4,
+        )  # fmt: skip
+    out[layout.num_queries :] = 0
+    lse[layout.num_queries :] = float("-inf")
+    return out, lse
+
+
+@triton.jit
+def _attend(
+    q, k, v, indices, row_ptr, queries, positions, blocks, slots, slot_lse,
+    first, last, total, num_rows, edges,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+    scale_log2,
+    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TOPK: tl.constexpr,
+    GROUP_PAD: tl.constexpr, TOPK_PAD: tl.constexpr, QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    begin = tl.load(row_ptr + head * (num_rows + 1) + row)
+    end = tl.load(row_ptr + head * (num_rows + 1) + row + 1)
+    readers = queries + head.to(tl.int64) * edges
+    begin = lower_bound(readers, begin, end, first) + tl.program_id(2) * CHUNK
+    end = tl.minimum(lower_bound(readers, begin, end, last), begin + CHUNK)
+    if begin < end:
+        start = tl.load(blocks + row * 3).to(tl.int64)
+        keys = tl.load(blocks + row * 3 + 1)
+        position = tl.load(blocks + row * 3 + 2)
+        block = position // BLOCK
+        d = tl.arange(0, D_PAD)
+        key = tl.arange(0, BLOCK)
+        key_mask = (key < keys)[:, None] & (d < D)[None, :]
+        k_tile = tl.load(
+            k + (start + key)[:, None] * stride_kt + head * stride_kh + d[None, :],
+            mask=key_mask, other=0.0,
+        )  # fmt: skip
+        v_tile = tl.load(
+            v + (start + key)[:, None] * stride_vt + head * stride_vh + d[None, :],
+            mask=key_mask, other=0.0,
+        )  # fmt: skip
+        ROWS: tl.constexpr = QUERIES * GROUP_PAD
+        lane = tl.arange(0, ROWS)
+        member = lane % GROUP_PAD
+        slot_id = tl.arange(0, TOPK_PAD)
+        for at in range(begin, end, QUERIES):
+            edge = at + tl.arange(0, QUERIES)
+            inside = edge < end
+            reader = tl.load(readers + edge, mask=inside, other=0)
+            query = spread(reader, QUERIES, GROUP_PAD)
+            live = spread(inside, QUERIES, GROUP_PAD) & (member < GROUP)
+            q_head = head * GROUP + member
+            q_tile = tl.load(
+                q + (query.to(tl.int64) * stride_qt + q_head * stride_qh)[:, None] + d[None, :],
+                mask=live[:, None] & (d < D)[None, :], other=0.0,
+            )  # fmt: skip
+            visible = tl.minimum(tl.load(positions + reader) - position + 1, keys)
+            seen = spread(visible, QUERIES, GROUP_PAD)
+            s = tl.dot(q_tile, tl.trans(k_tile)) * scale_log2
+            s = tl.where(key[None, :] < seen[:, None], s, float("-inf"))
+            high = tl.max(s, 1)
+            p = tl.math.exp2(s - high[:, None])
+            mass = tl.sum(p, 1)
+            part = tl.dot(p.to(v_tile.dtype), v_tile) / mass[:, None]
+            chosen = tl.load(
+                indices
+                + (head.to(tl.int64) * total + reader)[:, None] * TOPK
+                + slot_id[None, :],
+                mask=(slot_id < TOPK)[None, :], other=-1,
+            )  # fmt: skip
+            slot = tl.sum(tl.where(chosen == block, slot_id[None, :], 0), 1)
+            slot = spread(slot, QUERIES, GROUP_PAD)
+            place = ((query - first).to(tl.int64) * tl.num_programs(1) + head) * TOPK + slot
+            place = place * GROUP + member
+            tl.store(
+                slots + place[:, None] * D + d[None, :], part.to(slots.dtype.element_ty),
+                mask=live[:, None] & (d < D)[None, :],
+            )  # fmt: skip
+            tl.store(slot_lse + place, high + tl.math.log2(mass), mask=live)
+
+
+@triton.jit
+def _merge(
+    indices, slots, slot_lse, out, lse, first, total, heads, ln2,
+    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TOPK: tl.constexpr,
+    GROUP_PAD: tl.constexpr, TOPK_PAD: tl.constexpr,
+):  # fmt: skip
+    local = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    query = first + local
+    member = tl.arange(0, GROUP_PAD)
+    slot = tl.arange(0, TOPK_PAD)
+    d = tl.arange(0, D_PAD)
+    chosen = tl.load(
+        indices + (head.to(tl.int64) * total + query) * TOPK + slot, mask=slot < TOPK, other=-1
+    )
+    base = (local * tl.num_programs(1) + head) * TOPK
+    parts = tl.load(
+        slot_lse + (base + slot)[:, None] * GROUP + member[None, :],
+        mask=(chosen >= 0)[:, None] & (member < GROUP)[None, :], other=float("-inf"),
+    )  # fmt: skip
+    high = tl.max(parts, 0)
+    shift = tl.where(high == float("-inf"), 0.0, high)
+    mass = tl.sum(tl.math.exp2(parts - shift[None, :]), 0)
+    empty = mass == 0
+    lse2 = tl.where(empty, float("-inf"), shift + tl.math.log2(tl.where(empty, 1.0, mass)))
+    live = (member < GROUP)[:, None] & (d < D)[None, :]
+    acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
+    count = tl.sum((chosen >= 0).to(tl.int32), 0)
+    inverse = 1.0 / tl.where(empty, 1.0, mass)
+    for s in range(count):
+        part_lse = tl.load(
+            slot_lse + (base + s) * GROUP + member, mask=member < GROUP, other=float("-inf")
+        )
+        weight = tl.math.exp2(part_lse - shift) * inverse
+        part = tl.load(
+            slots + ((base + s) * GROUP + member)[:, None] * D + d[None, :], mask=live, other=0.0
+        )
+        acc += weight[:, None] * part.to(tl.float32)
+    place = query * heads + head * GROUP + member
+    tl.store(out + place[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=live)
+    tl.store(lse + place, lse2 * ln2, mask=member < GROUP)
