@@ -244,13 +244,13 @@ def truth_by_entry(
     return full
 
 
-def assert_close(actual: Result, expected: Result, **tolerance: float) -> None:
+def assert_close(actual: Result, expected: Result) -> None:
     """All five quantities agree, infinities by position."""
     for name, value in actual.items():
         torch.testing.assert_close(
             value.double(),
             getattr(expected, name).double(),
-            **(tolerance or TIGHT),
+            **TIGHT,
             msg=lambda text, name=name: f"{name}: {text}",
         )
 
