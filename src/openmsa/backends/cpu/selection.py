@@ -141,7 +141,8 @@ def _block_scores(
 
 def _log_sum(logits: Tensor, high: Tensor, scale: float) -> Tensor:
     """``log sum exp(scale * logits)`` over the last axis, given its maxima; spends ``logits``."""
-    shift = torch.where(high == float("-inf"), 0.0, high)
+    # Infinite maxima would subtract infinity from itself; any finite shift leaves the right sum.
+    shift = torch.where(high.isinf(), 0.0, high)
     total = logits.sub_(shift[..., None]).mul_(scale * LOG2E).exp2_().sum(2)
     return shift * scale + total.log2_() * math.log(2.0)
 
