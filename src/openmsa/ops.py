@@ -27,8 +27,16 @@ LIBRARY = torch.library.Library("openmsa", "DEF")
 TorchDynamo: two seconds that an eager program need not pay."""
 
 
-def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     name = schema.split("(")[0]
+
+    def run(first: Tensor, *rest: Any) -> Any:
+        if first.device.type != "cuda":
+            return function(first, *rest)
+        # Kernels launch on the current device, which need not be the tensors' own.
+        with torch.cuda.device(first.device):
+            return function(first, *rest)
+
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"openmsa::{name}", fake, lib=LIBRARY)

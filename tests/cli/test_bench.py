@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from openmsa import Documents, Selection, Topology
-from openmsa.cli import bench
+from openmsa import MINIMAX_M3, Documents, Selection, Topology, select_blocks
+from openmsa.cli import dense
+from openmsa.cli.dense import choose_blocks, why_not
 from openmsa.cli.main import main
 from openmsa.cli.selections import coherent_selection, random_selection
+from openmsa.cli.step import draw
 from openmsa.contract.selection import canonical_indices, own_blocks
 
 TINY = Topology(q_heads=4, kv_heads=2, head_dim=16, index_dim=8, block_size=8, topk=4)
@@ -65,12 +68,37 @@ def test_json(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["stage"] == stage
 
 
-def test_selection_has_no_dense_counterpart(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["bench", "--stage", "select", "--tokens", "40", "--repeats", "1", "--device", "cpu"]
-    assert main(argv) == 0
-    shown = capsys.readouterr().out
-    assert "40 queries: no dense attention, it selects nothing" in shown
-    assert "\ndense " not in shown
+def test_selection_meets_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _bench(capsys, "--stage", "select", "--tokens", "300", "--repeats", "1")
+    sparse, torch_row = found["rows"]
+    assert torch_row["name"] == "torch"
+    assert sparse["speedup"] == pytest.approx(
+        torch_row["median_seconds"] / sparse["median_seconds"]
+    )
+    # Both score every causal pair.
+    assert sparse["flops"] == torch_row["flops"] == 2 * 128 * 4 * (300 * 301 // 2)
+    assert sparse["pair_ratio"] == 1.0
+
+
+def test_baseline_selects_the_same_blocks() -> None:
+    t = Topology(8, 2, 16, 16, block_size=8, topk=3, init_blocks=1)
+    x = draw(Documents.from_lengths([100]), t, torch.float64, seed=3)
+    want = select_blocks(
+        x.index_q, x.index_k, x.docs, topk=3, block_size=8, init_blocks=1, backend="reference"
+    )
+    chosen = choose_blocks(x.index_q, x.index_k[:, 0], t)
+    block = torch.arange(13)
+    for ids, canonical in zip(chosen.flatten(0, 1), want.indices.flatten(0, 1), strict=True):
+        query_blocks = set(canonical[canonical >= 0].tolist())
+        # Where fewer blocks are visible than top-k, the rest of the list is padding.
+        assert query_blocks <= set(ids.tolist()) <= set(block.tolist())
+
+
+def test_selection_that_would_not_fit_is_skipped() -> None:
+    x = draw(Documents.from_lengths([40]), MINIMAX_M3, torch.float32, seed=0)
+    long = replace(x, docs=Documents.from_lengths([200_000]))
+    assert "would hold about" in why_not(long, "select", 0)
+    assert why_not(x, "select", 0) == ""
 
 
 @pytest.mark.parametrize("selection", ["coherent", "real"])
@@ -86,7 +114,7 @@ def test_other_selections(selection: str, capsys: pytest.CaptureFixture[str]) ->
 def test_slow_dense_attention_is_skipped_unless_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "expected_seconds", lambda x, causal, backward: 1e3)
+    monkeypatch.setattr(dense, "expected_seconds", lambda x, causal, backward: 1e3)
     argv = ("--stage", "forward", "--tokens", "32", "--repeats", "1")
     found = _bench(capsys, *argv)
     assert "would take about 1000 s" in found["dense_skipped"]["32"]

@@ -7,6 +7,7 @@ before Triton is imported, so test_interpreter.py runs this file in a process of
 from __future__ import annotations
 
 import importlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,7 @@ TOPK, BLOCK = 3, 16
 def stages():
     """The backend's modules."""
     package = "openmsa.backends.triton"
-    names = ("selection", "schedule", "forward", "backward")
+    names = ("common", "selection", "schedule", "union", "forward", "backward")
     return SimpleNamespace(**{n: importlib.import_module(f"{package}.{n}") for n in names})
 
 
@@ -96,7 +97,55 @@ def test_key_schedule_is_the_reference_to_the_bit(stages, problem):
     assert torch.equal(found.queries, wanted.queries)
 
 
-def test_forward_and_backward(stages, problem):
+def test_every_edge_knows_its_slot(stages, problem):
+    found = stages.schedule.key_schedule(problem.indices, problem.docs.layout, BLOCK)
+    first = problem.docs.layout.first_blocks(BLOCK)
+    range_of_query = problem.docs.layout.spans[problem.docs.layout.entry_of_query(), 2]
+    for head, row_ptr in enumerate(found.row_ptr.tolist()):
+        for row, (begin, end) in enumerate(itertools.pairwise(row_ptr)):
+            for query, slot in zip(
+                found.queries[head, begin:end].tolist(),
+                found.slots[head, begin:end].tolist(),
+                strict=True,
+            ):
+                block = int(problem.indices[head, query, slot])
+                assert row == block + int(first[range_of_query[query]])
+
+
+def test_survey(stages, problem, monkeypatch):
+    """Every tile's union, with its members and those that need no mask in front."""
+    monkeypatch.setattr(stages.union, "_SAMPLE", 1)
+    # So cheap that every window with two queries that agree is won.
+    monkeypatch.setattr(stages.union, "EDGES_PER_UNION_BLOCK", 1)
+    docs, layout = problem.docs, problem.docs.layout
+    lookup = stages.common.tables(layout, BLOCK)
+    unions = stages.union.survey(problem.indices, layout, lookup, BLOCK, 3, 128)
+    first = layout.first_blocks(BLOCK)[layout.spans[layout.entry_of_query(), 2]]
+    totals = torch.zeros(2, 2, dtype=torch.int64)
+    for tile, head in itertools.product(range(unions.counts.shape[0]), range(2)):
+        members, masked = {}, set()
+        for local in range(unions.queries):
+            query = tile * unions.queries + local
+            if query >= layout.num_queries:
+                break
+            for block in problem.indices[head, query].tolist():
+                if block >= 0:
+                    row = block + int(first[query])
+                    members[row] = members.get(row, 0) | 1 << local
+                    if docs.positions[query] < (block + 1) * BLOCK - 1:
+                        masked.add(row)
+        whole, count = unions.counts[tile, head].tolist()
+        rows = unions.rows[tile, head, :count].tolist()
+        bits = (unions.members[tile, head, :count].long() & 0xFFFFFFFF).tolist()
+        assert dict(zip(rows, bits, strict=True)) == members
+        assert set(rows[whole:]) == masked
+        totals[head] += torch.tensor([len(members), sum(b.bit_count() for b in members.values())])
+    assert torch.equal(unions.tally[0].long(), totals)
+
+
+@pytest.mark.parametrize("cost", [1, 10**6], ids=["unions", "key-major"])
+def test_forward_and_backward(stages, problem, cost, monkeypatch):
+    monkeypatch.setattr(stages.union, "EDGES_PER_UNION_BLOCK", cost)
     inputs, docs, layout = problem.inputs, problem.docs, problem.docs.layout
     truth = attention_truth(inputs, problem.indices, docs, BLOCK)
     schedule = reference_schedule.key_schedule(problem.indices, layout, BLOCK)

@@ -1,4 +1,8 @@
-"""``openmsa bench``: stages timed against dense attention, in turn within one run."""
+"""``openmsa bench``: stages timed against PyTorch, in turn within one run.
+
+The baseline is dense attention; for the selection, which dense attention has none of, it is a
+matrix product with block maxima and a top-k.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import torch
 
 from openmsa import __version__
 from openmsa.cli import options, text
-from openmsa.cli.dense import LIMIT_SECONDS, dense_step, expected_seconds
+from openmsa.cli.dense import LIMIT_SECONDS, baseline_step, why_not
 from openmsa.cli.measure import CONVENTION, useful_flops
 from openmsa.cli.selections import coherent_selection, random_selection
 from openmsa.cli.step import STAGES, Operands, backends_of, draw, sparse_step
@@ -92,7 +96,9 @@ def add_parser(subparsers: Any) -> None:
         "--against",
         choices=("auto", "dense", "none"),
         default="auto",
-        help=f"auto: dense where a pass is expected within {LIMIT_SECONDS:.0f} s (default: auto)",
+        help=f"auto: the baseline where it should end within {LIMIT_SECONDS:.0f} s and fit; it is "
+        "dense attention, for --stage select a matrix product, block maxima and a top-k in PyTorch "
+        "(default: auto)",
     )
     parser.add_argument("--repeats", type=options.positive, default=3, help="default: 3")
     options.add_problem(parser)
@@ -117,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     progress = Progress(len(tokens) * (args.repeats + warmups) * (len(names) + 1))
     for count in dict.fromkeys(tokens):
         size = _prepare(args, topology, count, device, dtype)
-        reason = _why_no_dense(args, size)
+        reason = _why_no_baseline(args, size)
         if reason:
             skipped[size.x.docs.num_queries] = reason
         rows += _time(args, size, names, not reason, warmups, progress)
@@ -175,17 +181,12 @@ def _prepare(
     return _Size(draw(docs, t, dtype, args.seed), pick(docs, t, args.seed), causal, sparse)
 
 
-def _why_no_dense(args: argparse.Namespace, size: _Size) -> str:
-    if args.stage == "select":
-        return "it selects nothing"
+def _why_no_baseline(args: argparse.Namespace, size: _Size) -> str:
     if args.against == "none":
         return "--against none"
     if args.against == "dense":
         return ""
-    expected = expected_seconds(size.x, size.causal, backward=args.stage != "forward")
-    if expected <= LIMIT_SECONDS:
-        return ""
-    return f"a pass would take about {expected:.0f} s; --against dense runs it all the same"
+    return why_not(size.x, args.stage, size.causal)
 
 
 def _time(
@@ -196,27 +197,33 @@ def _time(
     warmups: int,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Alternate the backends and dense attention; one row each."""
-    entries = [*names, *(["dense"] if dense else [])]
+    """Alternate the backends and the baseline; one row each."""
+    baseline = "torch" if args.stage == "select" else "dense"
+    entries = [*names, *([baseline] if dense else [])]
     taken: dict[str, list[float]] = {entry: [] for entry in entries}
+    added: dict[str, int | None] = {}
     tokens = size.x.docs.num_queries
     for repeat in range(-warmups, args.repeats):
         for entry in entries:
             label = "warm-up" if repeat < 0 else f"run {repeat + 1} of {args.repeats}"
             progress.start(f"{tokens:,} queries, {label}: {entry}")
-            if entry == "dense":
-                costs = dense_step(size.x, backward=args.stage != "forward")
+            if entry == baseline:
+                costs = baseline_step(size.x, args.stage)
             else:
                 costs = sparse_step(size.x, entry, size.selection, _NEEDS[args.stage]).costs
             progress.add(1 if dense else (len(names) + 1) / len(names))
             if repeat >= 0:
                 wanted = [stage for stage in _timed(args.stage) if stage in costs]
                 taken[entry].append(sum(costs[stage].seconds for stage in wanted))
+                more = [costs[stage].added_bytes for stage in wanted]
+                known = [m for m in (*more, added.get(entry)) if m is not None]
+                added[entry] = max(known, default=None)
     medians = {entry: statistics.median(times) for entry, times in taken.items()}
-    pair_ratio = size.causal / size.sparse
+    # Both ways of selecting score every causal pair.
+    pair_ratio = 1.0 if args.stage == "select" else size.causal / size.sparse
     rows = []
     for entry, times in taken.items():
-        speedup = medians["dense"] / medians[entry] if dense else None
+        speedup = medians[baseline] / medians[entry] if dense else None
         flops = size.flops(args.stage, entry == "dense")
         rows.append(
             {
@@ -226,6 +233,7 @@ def _time(
                 "median_seconds": medians[entry],
                 "fastest_seconds": min(times),
                 "slowest_seconds": max(times),
+                "added_bytes": added[entry],
                 "flops": flops,
                 "flops_per_second": flops / medians[entry],
                 "speedup": speedup,
@@ -245,31 +253,42 @@ def _show(result: dict[str, Any]) -> None:
     )
     warm = f"{result['warmups']} warm-up" if result["warmups"] else "no warm-up"
     write(f"median of {result['repeats']} alternating runs, {warm}\n")
-    header = ["", "queries", "median", "fastest", "slowest", "useful work", "rate"]
+    header = ["", "queries", "median", "fastest", "slowest", "memory", "useful work", "rate"]
     rows = [
         [
-            row["name"] if row["name"] in ("dense", row["ran"]) else f"{row['name']}: {row['ran']}",
+            row["name"]
+            if row["name"] in ("dense", "torch", row["ran"])
+            else f"{row['name']}: {row['ran']}",
             f"{row['tokens']:,}",
             *(text.seconds(row[f"{key}_seconds"]) for key in ("median", "fastest", "slowest")),
+            "-" if row["added_bytes"] is None else text.size(row["added_bytes"]),
             text.flops(row["flops"]),
             text.flops_per_second(row["flops_per_second"]),
             *_ratios(row),
         ]
         for row in result["rows"]
     ]
-    write(text.table([*header, "over dense", "pair ratio", "share of it"], rows))
-    write(f"\nuseful work: {result['flop_convention']}; a top-k counts as nothing")
+    over = "over torch" if result["stage"] == "select" else "over dense"
+    write(text.table([*header, over, "pair ratio", "share of it"], rows))
+    write(
+        "\nmemory: most in use during a stage, above what was in use before: results and workspace"
+    )
+    write(f"useful work: {result['flop_convention']}; a top-k counts as nothing")
     write("pair ratio: causal pairs / selected pairs, the speedup at equal rates")
     if result["stage"] == "step":
         write(
             "step: selection on random index tensors, forward and backward on the selection named"
         )
     for tokens, reason in result["dense_skipped"].items():
-        write(f"{int(tokens):,} queries: no dense attention, {reason}")
+        write(f"{int(tokens):,} queries: no baseline, {reason}")
+
+
+def _plain(row: dict[str, Any]) -> bool:
+    return row["name"] in ("dense", "torch", row["ran"])
 
 
 def _ratios(row: dict[str, Any]) -> tuple[str, str, str]:
-    if row["name"] == "dense" or row["speedup"] is None:
+    if row["name"] in ("dense", "torch") or row["speedup"] is None:
         return "-", f"{row['pair_ratio']:.2f}", "-"
     return (
         f"{row['speedup']:.2f}x",

@@ -1,4 +1,5 @@
-"""The baseline: dense causal attention by PyTorch, entry by entry."""
+"""The baselines, by PyTorch and entry by entry: dense causal attention, and block selection by a
+matrix product, block maxima and a top-k."""
 
 from __future__ import annotations
 
@@ -7,15 +8,29 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from openmsa.cli.measure import Cost, gemm_rate, measure, useful_flops
 from openmsa.cli.step import Operands
+from openmsa.cli.text import size
+from openmsa.contract import Topology
 
-__all__ = ["LIMIT_SECONDS", "attend", "dense_step", "expected_seconds"]
+__all__ = [
+    "LIMIT_SECONDS",
+    "attend",
+    "baseline_step",
+    "choose_blocks",
+    "dense_step",
+    "expected_seconds",
+    "select_step",
+    "why_not",
+]
 
 LIMIT_SECONDS = 120.0
 """Dense attention that is expected to take longer is skipped unless it is asked for."""
+
+_SCORE_BYTES = 2**34
+"""Selection by PyTorch keeps every score of a document; beyond this it has to be asked for."""
 
 _SHARE_OF_GEMM = 0.5
 """What dense attention reaches of a square GEMM, roughly: 0.55 on 2 cores of an EPYC 7003 in fp32
@@ -98,3 +113,63 @@ def expected_seconds(x: Operands, causal: int, backward: bool = True) -> float:
     stages = ("forward", "backward") if backward else ("forward",)
     work = sum(useful_flops(stage, x.topology, causal, causal) for stage in stages)
     return work / (_SHARE_OF_GEMM * gemm_rate(x.docs.device, x.q.dtype))
+
+
+def choose_blocks(index_q: Tensor, index_k: Tensor, topology: Topology) -> Tensor:
+    """Block selection the way a few lines of PyTorch do it, with every score in memory.
+
+    Args:
+        index_q: ``[n, Hkv, Di]`` of the causal suffix of the keys.
+        index_k: ``[m, Di]`` with m >= n.
+        topology: block size, top-k and forced blocks.
+
+    Returns:
+        int64 ``[Hkv, n, k]`` block ids in no order, ``k`` the smaller of top-k and the blocks of
+        the keys. Blocks that a query cannot see fill its places where it sees fewer than ``k``.
+    """
+    n, m = index_q.shape[0], index_k.shape[0]
+    scores = index_q.transpose(0, 1) @ index_k.t()
+    position = torch.arange(m - n, m, device=index_k.device)[:, None]
+    scores.masked_fill_(torch.arange(m, device=index_k.device) > position, float("-inf"))
+    count = -(-m // topology.block_size)
+    padded = pad(scores, (0, count * topology.block_size - m), value=float("-inf"))
+    best = padded.unflatten(2, (count, -1)).amax(3)
+    block = torch.arange(count, device=index_k.device)
+    own = torch.div(position, topology.block_size, rounding_mode="floor")
+    forced = (block < topology.init_blocks) | (block > own - topology.local_blocks)
+    best.masked_fill_(forced & (block <= own), float("inf"))
+    chosen: Tensor = best.topk(min(topology.topk, count), dim=2).indices
+    return chosen
+
+
+def select_step(x: Operands) -> dict[str, Cost]:
+    """:func:`choose_blocks` of every entry."""
+    offsets = x.docs.layout.cu_seqlens_q.tolist()
+
+    def choose_all() -> None:
+        for entry, (start, length, _) in enumerate(x.docs.layout.spans.tolist()):
+            begin, end = max(offsets[entry], offsets[entry + 1] - length), offsets[entry + 1]
+            if begin < end:
+                keys = x.index_k[start : start + length, 0]
+                choose_blocks(x.index_q[begin:end], keys, x.topology)
+
+    _, cost = measure(x.docs.device, choose_all)
+    return {"select": cost}
+
+
+def baseline_step(x: Operands, stage: str) -> dict[str, Cost]:
+    """What a stage is compared with: :func:`select_step` or :func:`dense_step`."""
+    return select_step(x) if stage == "select" else dense_step(x, backward=stage != "forward")
+
+
+def why_not(x: Operands, stage: str, causal: int) -> str:
+    """Why the baseline is better left out, or an empty string."""
+    asked = "--against dense runs it all the same"
+    if stage == "select":
+        longest = max((length for _, length, _ in x.docs.layout.spans.tolist()), default=0)
+        needed = 2 * x.topology.kv_heads * longest**2 * x.q.itemsize
+        return "" if needed <= _SCORE_BYTES else f"it would hold about {size(needed)}; {asked}"
+    expected = expected_seconds(x, causal, backward=stage != "forward")
+    if expected <= LIMIT_SECONDS:
+        return ""
+    return f"a pass would take about {expected:.0f} s; {asked}"

@@ -40,15 +40,20 @@ class Cost:
         seconds: wall time, with the device's queue drained before and after.
         peak_bytes: most memory in use during the stage: the process's resident set, or what torch
             allocated on a CUDA device. None where the system does not say.
+        added_bytes: how far that is above what was in use before: results and workspace.
     """
 
     seconds: float
     peak_bytes: int | None
+    added_bytes: int | None = None
 
     def plus(self, other: Cost) -> Cost:
         """The two one after the other."""
         peaks = [peak for peak in (self.peak_bytes, other.peak_bytes) if peak is not None]
-        return Cost(self.seconds + other.seconds, max(peaks, default=None))
+        added = [more for more in (self.added_bytes, other.added_bytes) if more is not None]
+        return Cost(
+            self.seconds + other.seconds, max(peaks, default=None), max(added, default=None)
+        )
 
 
 def measure(device: torch.device, function: Callable[[], T]) -> tuple[T, Cost]:
@@ -56,16 +61,21 @@ def measure(device: torch.device, function: Callable[[], T]) -> tuple[T, Cost]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         begin = time.perf_counter()
         result = function()
         torch.cuda.synchronize(device)
         took = time.perf_counter() - begin
-        return result, Cost(took, torch.cuda.max_memory_allocated(device))
+        peak = torch.cuda.max_memory_allocated(device)
+        return result, Cost(took, peak, peak - before)
+    resident = _status("VmRSS")
     with _PeakMemory() as memory:
         begin = time.perf_counter()
         result = function()
         took = time.perf_counter() - begin
-    return result, Cost(took, memory.peak)
+    if memory.peak is None or resident is None:
+        return result, Cost(took, memory.peak)
+    return result, Cost(took, memory.peak, max(0, memory.peak - resident))
 
 
 def useful_flops(stage: str, topology: Topology, causal: int, sparse: int) -> float:

@@ -23,11 +23,14 @@ class KeySchedule:
         queries: int32 ``[Hkv, Tq * topk]``, packed query rows, ascending inside a row, -1 past
             ``row_ptr[:, -1]``.
         block_size: keys per block.
+        slots: uint8 ``[Hkv, Tq * topk]``, which of its query's blocks each edge is; a by-product
+            that not every backend's builder has (None), and that no operator returns.
     """
 
     row_ptr: Tensor
     queries: Tensor
     block_size: int
+    slots: Tensor | None = None
 
     @property
     def num_rows(self) -> int:

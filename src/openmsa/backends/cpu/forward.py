@@ -13,11 +13,23 @@ a first pass finds each query's log-sum-exp, which is then the reference.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from openmsa.backends.cpu.tiles import LOG2E, Tile, Windows, gather, head_rows, mask_future
+from openmsa.backends.cpu.memory import advise_huge_pages, carve
+from openmsa.backends.cpu.tiles import (
+    LOG2E,
+    Tile,
+    Windows,
+    add_product,
+    head_rows,
+    mask_future,
+    take,
+)
+from openmsa.backends.cpu.workers import PerThread, run_jobs
 from openmsa.contract.key_schedule import KeySchedule
 from openmsa.contract.layout import Layout
 from openmsa.contract.problem import AttentionConfig, accumulate_dtype
@@ -30,16 +42,31 @@ any bf16 or fp32 value below 2^80, stays far from fp32's 2^128, and 2^-32 far fr
 
 
 class _Scratch:
-    """Buffers of one call, sized for the largest tile."""
+    """Buffers of one thread, sized for the largest tile and window."""
 
     def __init__(self, q: Tensor, group: int, windows: Windows) -> None:
         dtype = accumulate_dtype(q.dtype)
         width = group * q.shape[2]
-        self.raw = q.new_empty((windows.tile, width))
-        self.q = q.new_empty((windows.tile, width), dtype=dtype)
-        self.out = q.new_empty((windows.tile, width), dtype=dtype)
-        block = windows.schedule.block_size
-        self.scores = q.new_empty(windows.tile * group * block, dtype=dtype)
+        scores = windows.tile * group * windows.schedule.block_size
+        self.rows, self.acc, self.q, self.out, self.scores = carve(
+            q,
+            dtype,
+            (windows.size, width),
+            (windows.size, width),
+            (windows.tile, width),
+            (windows.tile, width),
+            (scores,),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Head:
+    """One KV head: scaled keys and values ``[Tk, D]``, each range's longest key, the tiles."""
+
+    k2: Tensor
+    values: Tensor
+    key_norms: list[float]
+    tiles: list[list[Tile]]
 
 
 def forward(
@@ -54,36 +81,45 @@ def forward(
     """``out [Tq, Hq, D]`` in q's dtype and ``lse [Tq, Hq]``; see :mod:`openmsa.pipeline`."""
     group, dim = q.shape[1] // k.shape[1], q.shape[2]
     dtype = accumulate_dtype(q.dtype)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = advise_huge_pages(torch.empty_like(q, memory_format=torch.contiguous_format))
     lse = q.new_empty(q.shape[:2], dtype=dtype)
     out[layout.num_queries :] = 0
     lse[layout.num_queries :] = float("-inf")
     windows = Windows(schedule, layout, group * dim * dtype.itemsize, group)
-    scratch = _Scratch(q, group, windows)
-    acc = q.new_empty((windows.size, group * dim), dtype=dtype)
-    for head in range(k.shape[1]):
-        k2 = k[:, head].to(dtype) * (config.scale * LOG2E)
-        values = v[:, head].to(dtype).contiguous()
-        rows = head_rows(q, head, group)
+    scratch = PerThread(lambda: _Scratch(q, group, windows))
+    heads: dict[int, _Head] = {}
+
+    def prepare(h: int) -> None:
+        k2 = k[:, h].to(dtype) * (config.scale * LOG2E)
+        values = v[:, h].to(dtype).contiguous()
         key_norms = _range_max(torch.linalg.vector_norm(k2, dim=1), layout)
-        for window, tiles in windows.tiles(head):
-            shifted = _needs_reference(rows[window], key_norms, window, layout, group)
-            reference = None
-            if any(shifted[tile.range] for tile in tiles):
-                reference = _log2_sum(rows, k2, window, tiles, shifted, scratch, group)
-            size = window.stop - window.start
-            total = _apply(
-                rows, k2, values, window, tiles, reference, shifted, scratch, acc[:size].zero_()
-            )
-            seen = total > 0
-            weight = torch.where(seen, total, 1.0).reciprocal_()
-            heads = slice(head * group, (head + 1) * group)
-            part = acc[:size].view(size, group, dim)
-            out[window, heads] = part.mul_(weight[..., None])
-            log2_sum = total.log2_()
-            if reference is not None:
-                log2_sum += reference
-            lse[window, heads] = log2_sum.mul_(math.log(2.0))
+        heads[h] = _Head(k2, values, key_norms, windows.tiles(h))
+
+    def attend(h: int, w: int) -> None:
+        head, window, own = heads[h], windows.bounds[w], scratch.get()
+        tiles = head.tiles[w]
+        rows = head_rows(q, window, h, group, own.rows)
+        shifted = _needs_reference(rows, head.key_norms, window, layout, group)
+        reference = None
+        if any(shifted[tile.range] for tile in tiles):
+            reference = _log2_sum(rows, head.k2, window, tiles, shifted, own, group)
+        size = window.stop - window.start
+        acc = own.acc[:size].zero_()
+        total = _apply(rows, head, tiles, reference, shifted, own, acc)
+        seen = total > 0
+        weight = torch.where(seen, total, 1.0).reciprocal_()
+        part = acc.view(size, group, dim)
+        q_heads = slice(h * group, (h + 1) * group)
+        out[window, q_heads] = part.mul_(weight[..., None])
+        log2_sum = total.log2_()
+        if reference is not None:
+            log2_sum += reference
+        lse[window, q_heads] = log2_sum.mul_(math.log(2.0))
+
+    run_jobs([partial(prepare, h) for h in range(k.shape[1])])
+    # Later windows have the more tiles; the longest jobs first keep the end short.
+    order = reversed(range(len(windows.bounds)))
+    run_jobs([partial(attend, h, w) for w in order for h in range(k.shape[1])])
     return out, lse
 
 
@@ -96,7 +132,7 @@ def _scores(
     bias: Tensor | None = None,
 ) -> Tensor:
     """``[n * group, keys]`` base-2 logits of a tile plus ``bias [n * group, 1]``; hidden: -inf."""
-    queries = gather(rows, tile.queries, scratch.raw, scratch.q).view(-1, k2.shape[1])
+    queries = take(rows, tile, scratch.q).view(-1, k2.shape[1])
     keys = k2[tile.keys]
     scores = scratch.scores[: queries.shape[0] * keys.shape[0]].view(-1, keys.shape[0])
     if bias is None:
@@ -110,9 +146,7 @@ def _scores(
 
 def _apply(
     rows: Tensor,
-    k2: Tensor,
-    values: Tensor,
-    window: slice,
+    head: _Head,
     tiles: list[Tile],
     reference: Tensor | None,
     shifted: list[bool],
@@ -120,18 +154,16 @@ def _apply(
     acc: Tensor,
 ) -> Tensor:
     """Add every tile's ``P V`` to ``acc [size, group * D]``; returns the sums ``[size, group]``."""
-    group = rows.shape[1] // k2.shape[1]
+    group = rows.shape[1] // head.k2.shape[1]
     total = acc.new_zeros((acc.shape[0], group))
     for tile in tiles:
-        local = tile.queries - window.start
+        local = tile.queries
         bias = None
         if reference is not None and shifted[tile.range]:
             bias = reference.index_select(0, local).neg_().view(-1, 1)
-        p = _scores(rows, k2, tile, group, scratch, bias).exp2_()
+        p = _scores(rows, head.k2, tile, group, scratch, bias).exp2_()
         total.index_add_(0, local, p.sum(1).view(-1, group))
-        part = scratch.out[: local.numel()]
-        torch.mm(p, values[tile.keys], out=part.view(-1, values.shape[1]))
-        acc.index_add_(0, local, part)
+        add_product(acc, tile, p, head.values[tile.keys], scratch.out)
     return total
 
 
@@ -151,7 +183,7 @@ def _log2_sum(
     for tile in tiles:
         if not shifted[tile.range]:
             continue
-        local = tile.queries - window.start
+        local = tile.queries
         scores = _scores(rows, k2, tile, group, scratch).view(-1, group, _width(tile))
         before = high.index_select(0, local)
         after = torch.maximum(before, scores.amax(-1))
@@ -183,9 +215,8 @@ def _needs_reference(
 
     Decided per document, so that one document's values never change another's rounding.
     """
-    dtype = accumulate_dtype(rows.dtype)
     shape = (rows.shape[0], group, rows.shape[1] // group)
-    norms = torch.linalg.vector_norm(rows.view(shape), dim=2, dtype=dtype).amax(1)
+    norms = torch.linalg.vector_norm(rows.view(shape), dim=2).amax(1)
     longest = norms.new_zeros(max(layout.num_ranges, 1))
     of_query = layout.spans[:, 2].long()[layout.entry_of_query()[window]]
     longest.scatter_reduce_(0, of_query, norms, "amax")

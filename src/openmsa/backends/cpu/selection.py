@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from openmsa.backends.cpu.tiles import LOG2E
+from openmsa.backends.cpu.workers import run_jobs
 from openmsa.contract.layout import Layout
 from openmsa.contract.problem import SelectionConfig, accumulate_dtype
 
@@ -58,24 +60,31 @@ def select_blocks(
     keys = index_k.to(dtype)
     offsets = layout.cu_seqlens_q.tolist()
     step = max(1, _TILE_ROWS // heads)
+
+    def select(first: int, last: int, shift: int, key_start: int) -> None:
+        positions = torch.arange(first + shift, last + shift)
+        seen = last + shift
+        tile = _Tile(
+            index_q[first:last].to(dtype).reshape(-1, dim),
+            keys[key_start : key_start + seen],
+            positions.repeat_interleave(heads),
+            -(-seen // config.block_size),
+        )
+        chosen, chosen_lse = _select_tile(tile, config)
+        indices[:, first:last] = chosen.view(-1, heads, config.topk).transpose(0, 1)
+        if chosen_lse is not None:
+            lse[:, first:last] = chosen_lse.view(-1, heads).t()
+
+    jobs = []
     for entry, (key_start, key_len, _) in enumerate(layout.spans.tolist()):
         # Queries before position 0 see nothing and stay at -1.
         shift = key_len - offsets[entry + 1]
         begin = max(offsets[entry], -shift)
         for first in range(begin, offsets[entry + 1], step):
             last = min(first + step, offsets[entry + 1])
-            positions = torch.arange(first + shift, last + shift)
-            seen = last + shift
-            tile = _Tile(
-                index_q[first:last].to(dtype).reshape(-1, dim),
-                keys[key_start : key_start + seen],
-                positions.repeat_interleave(heads),
-                -(-seen // config.block_size),
-            )
-            chosen, chosen_lse = _select_tile(tile, config)
-            indices[:, first:last] = chosen.view(-1, heads, config.topk).transpose(0, 1)
-            if chosen_lse is not None:
-                lse[:, first:last] = chosen_lse.view(-1, heads).t()
+            jobs.append(partial(select, first, last, shift, key_start))
+    # Tiles grow with the position; the longest first leaves no thread with one at the end.
+    run_jobs(jobs[::-1])
     return indices, lse if config.return_lse else None
 
 

@@ -41,10 +41,12 @@ class Tables:
         positions: int32 ``[Tq]`` key position of each query.
         blocks: int32 ``[rows, 3]`` of each schedule row: first packed key row, keys, and the key
             position of the first; zeros past the last block.
+        bases: int32 ``[Tq]`` the schedule row of the first block of each query's key range.
     """
 
     positions: Tensor
     blocks: Tensor
+    bases: Tensor
 
 
 def tables(layout: Layout, block_size: int) -> Tables:
@@ -52,19 +54,20 @@ def tables(layout: Layout, block_size: int) -> Tables:
     device = layout.spans.device
     rows = layout.block_capacity(block_size)
     positions = torch.empty(layout.num_queries, dtype=torch.int32, device=device)
+    bases = torch.empty_like(positions)
+    first = first_rows(layout, block_size)
     blocks = torch.zeros((rows, 3), dtype=torch.int32, device=device)
     lanes = 256
     if layout.num_queries:
         _positions[(triton.cdiv(layout.num_queries, lanes),)](
-            layout.cu_seqlens_q, layout.spans, positions, layout.num_queries,
+            layout.cu_seqlens_q, layout.spans, first, positions, bases, layout.num_queries,
             layout.num_entries, LANES=lanes,
         )  # fmt: skip
     if rows:
-        first = first_rows(layout, block_size)
         _block_table[(triton.cdiv(rows, lanes),)](
             first, layout.ranges, blocks, rows, layout.num_ranges, BLOCK=block_size, LANES=lanes
         )
-    return Tables(positions, blocks)
+    return Tables(positions, blocks, bases)
 
 
 def first_rows(layout: Layout, block_size: int) -> Tensor:
@@ -121,16 +124,20 @@ def last_not_above(starts, count, wanted, LANES: tl.constexpr):
     return low
 
 
-@triton.jit
-def _positions(cu_seqlens_q, spans, positions, queries, entries, LANES: tl.constexpr):
+@triton.jit(do_not_specialize=["queries", "entries"])
+def _positions(
+    cu_seqlens_q, spans, first, positions, bases, queries, entries, LANES: tl.constexpr
+):  # fmt: skip
     query = tl.program_id(0) * LANES + tl.arange(0, LANES)
     entry = last_not_above(cu_seqlens_q, entries, query, LANES)
     stop = tl.load(cu_seqlens_q + entry + 1)
     length = tl.load(spans + entry * 3 + 1)
     tl.store(positions + query, query + length - stop, mask=query < queries)
+    base = tl.load(first + tl.load(spans + entry * 3 + 2))
+    tl.store(bases + query, base, mask=query < queries)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _first_rows(ranges, first, count, BLOCK: tl.constexpr, LANES: tl.constexpr):
     carry = 0
     lane = tl.arange(0, LANES)
@@ -143,7 +150,7 @@ def _first_rows(ranges, first, count, BLOCK: tl.constexpr, LANES: tl.constexpr):
         carry += tl.sum(blocks, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_ranges"])
 def _block_table(first, ranges, blocks, rows, num_ranges, BLOCK: tl.constexpr, LANES: tl.constexpr):
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     # Empty ranges share their first row with the next one; the last of them holds the row.

@@ -7,6 +7,9 @@ partial output and its base-2 log-sum-exp, and a second kernel merges a query's 
     lse2 = log2 sum_s 2^(lse2_s)          out = sum_s 2^(lse2_s - lse2) out_s
 
 Slots exist for one window of queries at a time, which bounds the workspace for any token count.
+Windows whose neighbouring queries agree go another way, see :mod:`openmsa.backends.triton.union`;
+which windows do is known on the device only, so both kernels are launched for all of them and one
+returns at once.
 """
 
 from __future__ import annotations
@@ -25,6 +28,13 @@ from openmsa.backends.triton.common import (
     spread,
     tables,
 )
+from openmsa.backends.triton.schedule import key_schedule
+from openmsa.backends.triton.union import (
+    attend_union,
+    survey,
+    union_queries,
+    union_wins,
+)
 from openmsa.contract.key_schedule import KeySchedule
 from openmsa.contract.layout import Layout
 from openmsa.contract.problem import AttentionConfig
@@ -35,7 +45,7 @@ _SLOT_BYTES = 2**30
 """Partial outputs held at a time. Measured on an H200 at 16,384 tokens: 4,096 queries at a time (1
 GiB) cost no more than all at once; 1,024 at a time cost 30% for want of work per launch."""
 
-_CHUNK = 256
+_CHUNK = 384
 """Queries of one program; a block that more queries chose is shared by several programs."""
 
 
@@ -56,50 +66,64 @@ def forward(
     lse = torch.empty((total, heads), dtype=torch.float32, device=q.device)
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     indices = indices.contiguous()
+    if not layout.num_queries:
+        return out.zero_(), lse.fill_(float("-inf"))
     lookup = tables(layout, config.block_size)
+    if schedule.slots is None:
+        schedule = key_schedule(indices, layout, config.block_size)
     window = max(1, min(total, _SLOT_BYTES // (topk * heads * dim * q.itemsize)))
+    shape = {"GROUP": group, "D": dim, "D_PAD": padded(dim), "TOPK": topk}
+    tally, cost = indices, 0
+    per_tile = union_queries(group, topk)
+    if per_tile:
+        window = triton.cdiv(window, per_tile) * per_tile
+        unions = survey(indices, layout, lookup, config.block_size, group, window)
+        tally, cost = unions.tally, unions.cost
+        attend_union(q, k, v, unions, lookup, out, lse, layout.num_queries, config)
     slots = torch.empty((window, kv_heads, topk, group, dim), dtype=q.dtype, device=q.device)
     slot_lse = torch.empty((window, kv_heads, topk, group), dtype=torch.float32, device=q.device)
-    shape = {"GROUP": group, "D": dim, "D_PAD": padded(dim), "TOPK": topk}
     for first in range(0, layout.num_queries, window):
         last = min(first + window, layout.num_queries)
         grid = (schedule.num_rows, kv_heads, triton.cdiv(last - first, _CHUNK))
         if schedule.num_rows:
             _attend[grid](
-                q, k, v, indices, schedule.row_ptr, schedule.queries, lookup.positions,
-                lookup.blocks, slots, slot_lse,
-                first, last, total, schedule.num_rows, schedule.queries.shape[1],
+                q, k, v, schedule.row_ptr, schedule.queries, schedule.slots, lookup.positions,
+                lookup.blocks, tally, slots, slot_lse,
+                first, last, first // window, schedule.num_rows, schedule.queries.shape[1],
                 *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
                 config.scale * LOG2E,
                 **shape,
                 GROUP_PAD=triton.next_power_of_2(group),
-                TOPK_PAD=triton.next_power_of_2(topk),
                 QUERIES=max(queries_per_tile(group), 16 // triton.next_power_of_2(group)),
                 BLOCK=config.block_size, CHUNK=_CHUNK,
+                COST=cost,
                 num_warps=4, num_stages=3,
             )  # fmt: skip
         _merge[(last - first, kv_heads)](
-            indices, slots, slot_lse, out, lse, first, total, heads, LN2,
+            indices, tally, slots, slot_lse, out, lse, first, first // window, total, heads, LN2,
             **shape, GROUP_PAD=triton.next_power_of_2(group),
-            TOPK_PAD=triton.next_power_of_2(topk), num_warps=4,
+            TOPK_PAD=triton.next_power_of_2(topk),
+            COST=cost, num_warps=4,
         )  # fmt: skip
     out[layout.num_queries :] = 0
     lse[layout.num_queries :] = float("-inf")
     return out, lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last", "window", "num_rows", "edges"])
 def _attend(
-    q, k, v, indices, row_ptr, queries, positions, blocks, slots, slot_lse,
-    first, last, total, num_rows, edges,
+    q, k, v, row_ptr, queries, slot_of, positions, blocks, tally, slots, slot_lse,
+    first, last, window, num_rows, edges,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     scale_log2,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TOPK: tl.constexpr,
-    GROUP_PAD: tl.constexpr, TOPK_PAD: tl.constexpr, QUERIES: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    GROUP_PAD: tl.constexpr, QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, COST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     head = tl.program_id(1)
+    if COST > 0 and union_wins(tally, window, head, COST):
+        return
     begin = tl.load(row_ptr + head * (num_rows + 1) + row)
     end = tl.load(row_ptr + head * (num_rows + 1) + row + 1)
     readers = queries + head.to(tl.int64) * edges
@@ -109,7 +133,6 @@ def _attend(
         start = tl.load(blocks + row * 3).to(tl.int64)
         keys = tl.load(blocks + row * 3 + 1)
         position = tl.load(blocks + row * 3 + 2)
-        block = position // BLOCK
         d = tl.arange(0, D_PAD)
         key = tl.arange(0, BLOCK)
         key_mask = (key < keys)[:, None] & (d < D)[None, :]
@@ -124,7 +147,6 @@ def _attend(
         ROWS: tl.constexpr = QUERIES * GROUP_PAD
         lane = tl.arange(0, ROWS)
         member = lane % GROUP_PAD
-        slot_id = tl.arange(0, TOPK_PAD)
         for at in range(begin, end, QUERIES):
             edge = at + tl.arange(0, QUERIES)
             inside = edge < end
@@ -143,15 +165,9 @@ def _attend(
             high = tl.max(s, 1)
             p = tl.math.exp2(s - high[:, None])
             mass = tl.sum(p, 1)
-            part = tl.dot(p.to(v_tile.dtype), v_tile) / mass[:, None]
-            chosen = tl.load(
-                indices
-                + (head.to(tl.int64) * total + reader)[:, None] * TOPK
-                + slot_id[None, :],
-                mask=(slot_id < TOPK)[None, :], other=-1,
-            )  # fmt: skip
-            slot = tl.sum(tl.where(chosen == block, slot_id[None, :], 0), 1)
-            slot = spread(slot, QUERIES, GROUP_PAD)
+            part = tl.dot(p.to(v_tile.dtype), v_tile) * (1.0 / mass)[:, None]
+            slot = tl.load(slot_of + head.to(tl.int64) * edges + edge, mask=inside, other=0)
+            slot = spread(slot.to(tl.int32), QUERIES, GROUP_PAD)
             place = ((query - first).to(tl.int64) * tl.num_programs(1) + head) * TOPK + slot
             place = place * GROUP + member
             tl.store(
@@ -161,14 +177,16 @@ def _attend(
             tl.store(slot_lse + place, high + tl.math.log2(mass), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "window", "total"])
 def _merge(
-    indices, slots, slot_lse, out, lse, first, total, heads, ln2,
+    indices, tally, slots, slot_lse, out, lse, first, window, total, heads, ln2,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TOPK: tl.constexpr,
-    GROUP_PAD: tl.constexpr, TOPK_PAD: tl.constexpr,
+    GROUP_PAD: tl.constexpr, TOPK_PAD: tl.constexpr, COST: tl.constexpr,
 ):  # fmt: skip
     local = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    if COST > 0 and union_wins(tally, window, head, COST):
+        return
     query = first + local
     member = tl.arange(0, GROUP_PAD)
     slot = tl.arange(0, TOPK_PAD)

@@ -26,24 +26,28 @@ def key_schedule(indices: Tensor, layout: Layout, block_size: int) -> KeySchedul
     device = indices.device
     indices = indices.contiguous()
     edges = total * topk
-    row = torch.empty((heads, edges), dtype=torch.int32, device=device)
-    queries = torch.empty_like(row)
+    # Narrow keys take half the passes of a radix sort.
+    narrow = heads * (rows + 1) <= torch.iinfo(torch.int16).max
+    row = torch.empty(heads * edges, dtype=torch.int16 if narrow else torch.int32, device=device)
+    queries = torch.empty((heads, edges), dtype=torch.int32, device=device)
+    slots = torch.empty((heads, edges), dtype=torch.uint8, device=device)
     row_ptr = torch.zeros((heads, rows + 1), dtype=torch.int32, device=device)
     if not edges:
-        return KeySchedule(row_ptr, queries, block_size)
+        return KeySchedule(row_ptr, queries, block_size, slots)
     grid = (triton.cdiv(edges, _LANES), heads)
     first = first_rows(layout, block_size)
     _edge_rows[grid](
         indices, layout.cu_seqlens_q, layout.spans, first, row,
         edges, layout.num_queries, layout.num_entries, rows, TOPK=topk, LANES=_LANES,
     )  # fmt: skip
-    # A stable sort keeps a row's edges, which come in query order, in that order.
-    row, edge = row.sort(dim=1, stable=True)
-    _split[grid](row, edge, queries, row_ptr, edges, rows, TOPK=topk, LANES=_LANES)
-    return KeySchedule(row_ptr, queries, block_size)
+    # A stable sort keeps a row's edges, which come in query order, in that order. A head's rows,
+    # with one more for what points nowhere, stay together because the keys count through the heads.
+    row, edge = row.sort(stable=True)
+    _split[grid](row, edge, queries, slots, row_ptr, edges, rows, TOPK=topk, LANES=_LANES)
+    return KeySchedule(row_ptr, queries, block_size, slots)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["edges", "num_queries", "entries", "rows"])
 def _edge_rows(
     indices, cu_seqlens_q, spans, first, row, edges, num_queries, entries, rows,
     TOPK: tl.constexpr, LANES: tl.constexpr,
@@ -56,21 +60,27 @@ def _edge_rows(
     block = tl.load(indices + place, mask=live, other=-1)
     key_range = tl.load(spans + entry * 3 + 2, mask=live, other=0)
     base = tl.load(first + key_range, mask=live, other=0)
-    tl.store(row + place, tl.where(block < 0, rows, base + block), mask=edge < edges)
+    found = tl.program_id(1) * (rows + 1) + tl.where(block < 0, rows, base + block)
+    tl.store(row + place, found.to(row.dtype.element_ty), mask=edge < edges)
 
 
-@triton.jit
-def _split(row, edge, queries, row_ptr, edges, rows, TOPK: tl.constexpr, LANES: tl.constexpr):
+@triton.jit(do_not_specialize=["edges", "rows"])
+def _split(
+    row, edge, queries, slots, row_ptr, edges, rows, TOPK: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
     at = tl.program_id(0) * LANES + tl.arange(0, LANES)
     head = tl.cast(tl.program_id(1), tl.int64)
     place = head * edges + at
     live = at < edges
-    mine = tl.load(row + place, mask=live, other=0)
-    query = (tl.load(edge + place, mask=live, other=0) // TOPK).to(tl.int32)
+    base = tl.program_id(1) * (rows + 1)
+    mine = tl.load(row + place, mask=live, other=0).to(tl.int32) - base
+    mate = tl.load(edge + place, mask=live, other=0) - head * edges
+    query = (mate // TOPK).to(tl.int32)
     tl.store(queries + place, tl.where(mine == rows, -1, query), mask=live)
+    tl.store(slots + place, (mate % TOPK).to(tl.uint8), mask=live)
     # Every row up to mine that no earlier edge has begins here; empty rows in between, too.
-    before = tl.load(row + place - 1, mask=live & (at > 0), other=-1)
-    target = before + 1
+    before = tl.load(row + place - 1, mask=live & (at > 0), other=0).to(tl.int32) - base
+    target = tl.where(at > 0, before, -1) + 1
     while tl.max(tl.where(live, mine - target, -1), 0) >= 0:
         tl.store(row_ptr + head * (rows + 1) + target, at, mask=live & (target <= mine))
         target += 1

@@ -95,7 +95,7 @@ def _store_ids(best, indices, place, live, TOPK: tl.constexpr, KEEP: tl.constexp
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "entries"])
 def _rank_blocks(
     index_q, index_k, cu_seqlens_q, spans, best_out, indices,
     total, heads, entries, stride_qt, stride_qh, stride_kt,
@@ -174,7 +174,7 @@ def _rank_blocks(
             tl.store(best_out + place[:, None] * KEEP + column[None, :], best, mask=live[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "total", "segments"])
 def _merge(
     best_in, indices, queries, total, heads, segments,
     TOPK: tl.constexpr, KEEP: tl.constexpr, LINES: tl.constexpr,
@@ -194,7 +194,7 @@ def _merge(
     _store_ids(best, indices, place, live, TOPK, KEEP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _selected_lse(
     index_q, index_k, indices, positions, entries, spans, lse,
     total, stride_qt, stride_qh, stride_kt, scale_log2, ln2,
