@@ -229,7 +229,8 @@ def draw_bench(result: dict[str, Any], path: str) -> None:
     for name in dict.fromkeys(row["name"] for row in rows):
         own = [row for row in rows if row["name"] == name]
         tokens = [row["tokens"] for row in own]
-        style = {"color": _EDGE, "linestyle": "--"} if name == "dense" else {}
+        baseline = name in ("dense", "torch")
+        style = {"color": _EDGE, "linestyle": "--"} if baseline else {}
         middle = [row["median_seconds"] * 1e3 for row in own]
         spread = [
             [(row["median_seconds"] - row["fastest_seconds"]) * 1e3 for row in own],
@@ -237,8 +238,8 @@ def draw_bench(result: dict[str, Any], path: str) -> None:
         ]
         times.errorbar(tokens, middle, yerr=spread, marker="o", capsize=3, label=name, **style)
         pairs = [(row["tokens"], row["speedup"]) for row in own if row["speedup"] is not None]
-        if pairs and name != "dense":
-            ratios.plot(*zip(*pairs, strict=True), marker="o", label=f"{name} over dense")
+        if pairs and not baseline:
+            ratios.plot(*zip(*pairs, strict=True), marker="o", label=f"{name} over the baseline")
     sizes = {row["tokens"]: row["pair_ratio"] for row in rows}
     ratios.plot(
         list(sizes),
