@@ -367,3 +367,30 @@ def test_gradients_by_finite_differences(backend):
         attention(q, k, v, readable(sel.indices, entries(cu_q, cu_k), 8, 2))[0],
         **TIGHT,
     )
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_broken_token_leaves_the_queries_before_it_alone(backend, broken):
+    """Causality holds for NaN as well: zero weights must not multiply what they hide."""
+    docs = Documents.from_lengths([40, 30])
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_out = (torch.randn((70, heads, 16), generator=generator) for heads in (4, 2, 2, 4))
+    blocks = torch.stack([torch.arange(70) % 40 // 8, torch.zeros(70, dtype=torch.int64)], 1)
+    blocks[40:, 0] = torch.arange(30) // 8
+    selection = Selection.from_indices(blocks.int().expand(2, -1, -1), docs, block_size=8)
+
+    def attend(k, v):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = sparse_attention(*leaves, selection, docs, backend=backend)
+        before = out[:20]
+        # dk and dv also sum over the queries behind, which rightly are broken.
+        return before.detach(), torch.autograd.grad(before, leaves, d_out[:20])[0][:20]
+
+    wanted = attend(k, v)
+    for tensor in ("k", "v"):
+        operands = {"k": k.clone(), "v": v.clone()}
+        operands[tensor][20, :] = broken
+        found = attend(**operands)
+        for name, a, b in zip(("out", "dq"), found, wanted, strict=True):
+            assert a.isfinite().all(), f"{tensor}: {name}"
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=f"{tensor}: {name}")

@@ -23,6 +23,7 @@ from openmsa.backends.cpu.tiles import (
     Tile,
     Windows,
     add_product,
+    apart_from_future,
     head_rows,
     mask_future,
     take,
@@ -122,7 +123,8 @@ def backward(
         keys = k[:, h].to(dtype).contiguous()
         values = v[:, h].to(dtype).contiguous()
         sums[:, h].zero_()
-        heads[h] = _Head(keys, keys * (config.scale * LOG2E), values, windows.tiles(h))
+        tiles = apart_from_future(windows.tiles(h), keys, values)
+        heads[h] = _Head(keys, keys * (config.scale * LOG2E), values, tiles)
 
     def differentiate(h: int, lane: int) -> None:
         head, own = heads[h], scratch.get()

@@ -25,6 +25,7 @@ from openmsa.backends.cpu.tiles import (
     Tile,
     Windows,
     add_product,
+    apart_from_future,
     head_rows,
     mask_future,
     take,
@@ -93,7 +94,8 @@ def forward(
         k2 = k[:, h].to(dtype) * (config.scale * LOG2E)
         values = v[:, h].to(dtype).contiguous()
         key_norms = _range_max(torch.linalg.vector_norm(k2, dim=1), layout)
-        heads[h] = _Head(k2, values, key_norms, windows.tiles(h))
+        tiles = apart_from_future(windows.tiles(h), k2, values)
+        heads[h] = _Head(k2, values, key_norms, tiles)
 
     def attend(h: int, w: int) -> None:
         head, window, own = heads[h], windows.bounds[w], scratch.get()

@@ -17,6 +17,7 @@ __all__ = [
     "Tile",
     "Windows",
     "add_product",
+    "apart_from_future",
     "head_rows",
     "mask_future",
     "take",
@@ -172,6 +173,30 @@ def head_rows(x: Tensor, window: slice, head: int, group: int, out: Tensor) -> T
     out = out[: rows.shape[0]]
     out.view(rows.shape).copy_(rows)
     return out
+
+
+def apart_from_future(windows: list[list[Tile]], *keys_or_values: Tensor) -> list[list[Tile]]:
+    """The tiles, cut so that no product holds a hidden key, where a key or value is not finite.
+
+    A masked weight is zero, but zero times NaN is NaN: a hidden token would reach queries before
+    it. One query each with the keys it sees is slow, and only where the numbers are broken anyway.
+    """
+    if all(bool(x.isfinite().all()) for x in keys_or_values):
+        return windows
+    return [[part for tile in tiles for part in _single_queries(tile)] for tiles in windows]
+
+
+def _single_queries(tile: Tile) -> list[Tile]:
+    if tile.visible is None:
+        return [tile]
+    found = []
+    width = tile.keys.stop - tile.keys.start
+    queries, visible = tile.queries.tolist(), tile.visible.clamp(max=width).tolist()
+    for i, (query, seen) in enumerate(zip(queries, visible, strict=True)):
+        keys = slice(tile.keys.start, tile.keys.start + seen)
+        own = tile.queries[i : i + 1]
+        found.append(Tile(tile.row, keys, own, slice(query, query + 1), None, tile.range))
+    return found
 
 
 def take(rows: Tensor, tile: Tile, buffer: Tensor) -> Tensor:
