@@ -123,7 +123,7 @@ def backward(
         keys = k[:, h].to(dtype).contiguous()
         values = v[:, h].to(dtype).contiguous()
         sums[:, h].zero_()
-        tiles = apart_from_future(windows.tiles(h), keys, values)
+        tiles = apart_from_future(windows.tiles(h), layout, keys, values)
         heads[h] = _Head(keys, keys * (config.scale * LOG2E), values, tiles)
 
     def differentiate(h: int, lane: int) -> None:

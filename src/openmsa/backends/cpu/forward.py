@@ -94,7 +94,7 @@ def forward(
         k2 = k[:, h].to(dtype) * (config.scale * LOG2E)
         values = v[:, h].to(dtype).contiguous()
         key_norms = _range_max(torch.linalg.vector_norm(k2, dim=1), layout)
-        tiles = apart_from_future(windows.tiles(h), k2, values)
+        tiles = apart_from_future(windows.tiles(h), layout, k2, values)
         heads[h] = _Head(k2, values, key_norms, tiles)
 
     def attend(h: int, w: int) -> None:

@@ -175,15 +175,29 @@ def head_rows(x: Tensor, window: slice, head: int, group: int, out: Tensor) -> T
     return out
 
 
-def apart_from_future(windows: list[list[Tile]], *keys_or_values: Tensor) -> list[list[Tile]]:
-    """The tiles, cut so that no product holds a hidden key, where a key or value is not finite.
+def apart_from_future(
+    windows: list[list[Tile]], layout: Layout, *keys_or_values: Tensor
+) -> list[list[Tile]]:
+    """The tiles, cut so that no product holds a hidden key, in documents where a key or value is
+    not finite.
 
     A masked weight is zero, but zero times NaN is NaN: a hidden token would reach queries before
     it. One query each with the keys it sees is slow, and only where the numbers are broken anyway.
     """
     if all(bool(x.isfinite().all()) for x in keys_or_values):
         return windows
-    return [[part for tile in tiles for part in _single_queries(tile)] for tiles in windows]
+    broken = [
+        not all(bool(x[start : start + length].isfinite().all()) for x in keys_or_values)
+        for start, length in layout.ranges.tolist()
+    ]
+    return [
+        [
+            part
+            for tile in tiles
+            for part in (_single_queries(tile) if broken[tile.range] else (tile,))
+        ]
+        for tiles in windows
+    ]
 
 
 def _single_queries(tile: Tile) -> list[Tile]:
