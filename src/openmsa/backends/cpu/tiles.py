@@ -34,7 +34,7 @@ at 156..177 GFLOP/s, 32768 rows at 112."""
 _WINDOW_BYTES = 8 * 2**20
 """Bytes of one window's rows in the accumulation dtype. Each row is read and added to ``topk``
 times, so a window should stay in the caches. Measured as above, forward and backward of 8,192
-tokens: 18.5 s of both cores' time with 2 MiB, 17.0 s with 8 MiB, 17.5 s with 32 MiB."""
+tokens: 19.1 s with 2 MiB, 17.7 s with 8 MiB, 18.7 s with 32 MiB."""
 
 _WINDOW_BYTES_MAX = 128 * 2**20
 """Most bytes for windows that long documents make larger; bounds memory for any token count."""

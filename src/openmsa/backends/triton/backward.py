@@ -32,9 +32,9 @@ from openmsa.contract.tasks import BackwardTasks
 __all__ = ["backward", "backward_postprocess", "backward_preprocess"]
 
 _SHORT, _LONG = 1024, 2048
-"""Queries of a window up to 16,384 queries, and beyond. On an H200 (2026-12) with 512, 1,024, 2,048
-and 4,096 of them: at 16,384 8.2, 7.7, 7.7, 8.1 ms for a random selection, 8.2, 8.0, 8.2, 8.7 ms for
-a coherent one; at 32,768 18.2, 16.9, 16.8, 17.2 ms for a coherent one."""
+"""Queries of a window up to 16,384 queries, and beyond. On an H200 (2026-12) with 512, 1,024 and
+2,048 of them the kernel takes at 16,384 8.2, 7.7, 7.7 ms for a random selection and 8.2, 8.0, 8.2
+for a coherent one, at 32,768 18.2, 16.9, 16.8 for a coherent one; 4,096 are slower everywhere."""
 
 
 def backward_preprocess(out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None) -> Tensor:
