@@ -233,21 +233,29 @@ def draw_plot(result: dict[str, Any], path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
+def sizes(words: str) -> list[int]:
+    """An argparse type: positive integers, separated by commas."""
+    return [options.positive(word) for word in words.split(",")]
+
+
 def main() -> int:
     """Verify, measure, print; 1 where the kernels are wrong or there is no GPU."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", default="8192,16384,32768,65536", metavar="N,N")
+    parser.add_argument(
+        "--tokens", type=sizes, default="8192,16384,32768,65536", metavar="N,N", help="queries"
+    )
     parser.add_argument("--repeats", type=options.positive, default=20)
     parser.add_argument("--no-cases", action="store_true", help="leave out the recorded cases")
     options.add_files(parser, "times and rates")
     args = parser.parse_args()
+    options.check_files(args)
     if not torch.cuda.is_available():
         write("no CUDA device: PyTorch sees none, or this build of it has no CUDA")
         return 1
     report = io.StringIO()
-    with contextlib.redirect_stdout(report), contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.redirect_stdout(report), contextlib.redirect_stderr(report):
         red = openmsa_main(["verify", "--suite", "smoke", "--backend", "triton", "--dtype", "bf16"])
     if red:
         write(report.getvalue())
@@ -256,7 +264,7 @@ def main() -> int:
     limits = ceilings(args.repeats)
     gemm = limits["gemm_tflops"]
     rows: list[dict[str, Any]] = []
-    for tokens in map(int, args.tokens.split(",")):
+    for tokens in args.tokens:
         docs = Documents.from_lengths([tokens], device="cuda")
         for name, pick in (("random", random_selection), ("coherent", coherent_selection)):
             indices = pick(docs, MINIMAX_M3, seed=0).indices

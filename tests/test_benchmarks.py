@@ -26,6 +26,13 @@ def test_help():
     assert "--no-cases" in done.stdout
 
 
+def test_wrong_input_is_a_usage_error():
+    for argv in (["--tokens", "many"], ["--repeats", "0"]):
+        done = run(*argv)
+        assert done.returncode == 2
+        assert argv[0] in done.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_without_a_gpu_it_says_so():
     done = run("--tokens", "256")

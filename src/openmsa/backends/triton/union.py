@@ -29,8 +29,8 @@ _SAMPLE = 8
 """One tile in this many is surveyed before the verdict."""
 
 EDGES_PER_UNION_BLOCK = 4
-"""What one block of a union costs, in (query, block) edges of the key-major way. Measured on an
-H200 at 16,384 tokens (2026-12): see ``benchmarks/gpu.py``."""
+"""What one block of a union costs, in (query, block) edges of the key-major way: the two forward
+times on an H200 at 16,384 tokens (2026-12), each over the blocks or edges that it walks."""
 
 
 @dataclass(frozen=True, eq=False)
