@@ -90,15 +90,19 @@ def queries_per_tile(group: int) -> int:
 
 @triton.jit
 def lower_bound(values, begin, end, wanted):
-    """The first index of the ascending ``values[begin:end]`` not below ``wanted``."""
+    """The first index of the ascending ``values[begin:end]`` not below ``wanted``.
+
+    Each turn looks at the ends of 256 pieces at once: what counts is how many loads wait for one
+    another.
+    """
     low = begin
     high = end
     while low < high:
-        middle = (low + high) // 2
-        if tl.load(values + middle) < wanted:
-            low = middle + 1
-        else:
-            high = middle
+        step = (high - low + 255) // 256
+        at = low + (tl.arange(0, 256) + 1) * step - 1
+        last = tl.load(values + at, mask=at < high, other=2147483647)
+        low += tl.sum((last < wanted).to(tl.int32), 0) * step
+        high = tl.minimum(low + step - 1, high)
     return low
 
 

@@ -18,13 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from openmsa.backends.triton.common import LN2, LOG2E, padded
+from openmsa.backends.triton.sizes import sizes
 from openmsa.contract.layout import Layout
 from openmsa.contract.problem import SelectionConfig
 
-__all__ = ["select_blocks"]
-
-_ROWS = 256
-"""Rows (query, index head) of a program; on an H200, 16 warps on 256 rows were fastest."""
+__all__ = ["select_blocks", "selected_lse"]
 
 _SEGMENT_KEYS = 32768
 """Keys of a segment: long enough to amortise a program, short enough to fill a large GPU with the
@@ -38,12 +36,13 @@ def select_blocks(
     total, heads, dim = index_q.shape
     device = index_q.device
     indices = torch.full((heads, total, config.topk), -1, dtype=torch.int32, device=device)
-    lse = torch.full((heads, total), float("-inf"), dtype=torch.float32, device=device)
     index_q, index_k = (x if x.stride(-1) == 1 else x.contiguous() for x in (index_q, index_k))
     head_pad = triton.next_power_of_2(heads)
-    per_tile = max(1, _ROWS // head_pad)
+    fit = sizes(device)
+    per_tile = max(1, fit.rank_rows // head_pad)
     tiles = layout.num_queries // per_tile + layout.num_entries
     if layout.num_queries == 0 or layout.max_seqlen_k == 0:
+        lse = torch.full((heads, total), float("-inf"), dtype=torch.float32, device=device)
         return indices, lse if config.return_lse else None
     keep = max(16, triton.next_power_of_2(config.topk))
     segment = max(keep, _SEGMENT_KEYS // config.block_size)
@@ -57,7 +56,7 @@ def select_blocks(
         HEAD_PAD=head_pad, QUERIES=per_tile, D=dim, D_PAD=padded(dim),
         BLOCK=config.block_size, TOPK=config.topk, KEEP=keep, SEGMENT=segment,
         INIT=config.init_blocks, LOCAL=config.local_blocks, ALONE=segments == 1,
-        num_warps=16, num_stages=2,
+        num_warps=fit.rank_warps, num_stages=2,
     )  # fmt: skip
     if segments > 1:
         lines = 32
@@ -65,13 +64,26 @@ def select_blocks(
             best, indices, layout.num_queries, total, heads, segments,
             TOPK=config.topk, KEEP=keep, LINES=lines, num_warps=4,
         )  # fmt: skip
-    if config.return_lse:
+    if not config.return_lse:
+        return indices, None
+    return indices, selected_lse(index_q, index_k, indices, layout, config)
+
+
+def selected_lse(
+    index_q: Tensor, index_k: Tensor, indices: Tensor, layout: Layout, config: SelectionConfig
+) -> Tensor:
+    """fp32 ``[Hkv, Tq]``: log-sum-exp of the causal index logits in the selected blocks, times
+    ``config.scale``; -inf where there are none. ``indices`` are contiguous, the last dimension of
+    ``index_q [Tq, Hkv, Di]`` and ``index_k [Tk, Di]``, too."""
+    total, heads, dim = index_q.shape
+    lse = torch.full((heads, total), float("-inf"), dtype=torch.float32, device=index_q.device)
+    if layout.num_queries:
         _selected_lse[(layout.num_queries, heads)](
             index_q, index_k, indices, layout.positions(), layout.entry_of_query(), layout.spans,
             lse, total, *index_q.stride()[:2], index_k.stride(0), config.scale * LOG2E, LN2,
             D=dim, D_PAD=padded(dim), BLOCK=config.block_size, TOPK=config.topk, num_warps=4,
         )  # fmt: skip
-    return indices, lse if config.return_lse else None
+    return lse
 
 
 @triton.jit
@@ -208,7 +220,8 @@ def _selected_lse(
     position = tl.load(positions + query)
     start = tl.load(spans + tl.load(entries + query) * 3).to(tl.int64)
     place = head.to(tl.int64) * total + query
-    high = tl.full([], float("-inf"), tl.float32)
+    # The sum's reference: the largest finite logit so far. Infinite ones are left to exp2.
+    shift = tl.full([], 0.0, tl.float32)
     mass = tl.full([], 0.0, tl.float32)
     for slot in range(TOPK):
         block = tl.load(indices + place * TOPK + slot)
@@ -220,7 +233,10 @@ def _selected_lse(
             )  # fmt: skip
             s = tl.sum(k_tile.to(tl.float32) * q.to(tl.float32)[None, :], 1) * scale_log2
             s = tl.where(at <= position, s, float("-inf"))
-            after = tl.maximum(high, tl.max(s, 0))
-            mass = mass * tl.math.exp2(high - after) + tl.sum(tl.math.exp2(s - after), 0)
-            high = after
-    tl.store(lse + place, (high + tl.math.log2(mass)) * ln2)
+            top = tl.max(s, 0)
+            after = tl.where(mass > 0, tl.maximum(shift, top), top)
+            after = tl.where(tl.abs(after) < float("inf"), after, shift)
+            kept = tl.where(mass > 0, mass * tl.math.exp2(shift - after), mass)
+            mass = kept + tl.sum(tl.math.exp2(s - after), 0)
+            shift = after
+    tl.store(lse + place, (shift + tl.math.log2(mass)) * ln2)
