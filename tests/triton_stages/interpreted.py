@@ -6,6 +6,7 @@ before Triton is imported, so test_interpreter.py runs this file in a process of
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 
 from openmsa import Documents
 from openmsa.contract.problem import AttentionConfig, Saved, SelectionConfig
+from openmsa.reference import attention as reference_attention
 from openmsa.reference import schedule as reference_schedule
 from openmsa.reference import selection as reference_selection
 from openmsa.testing import Inputs, assert_ok, attention_truth
@@ -113,52 +115,141 @@ def test_every_edge_knows_its_slot(stages, problem):
 
 
 def test_survey(stages, problem, monkeypatch):
-    """Every tile's union, with its members and those that need no mask in front."""
+    """Every tile's union: its blocks with their members, in front those that need no mask."""
     monkeypatch.setattr(stages.union, "_SAMPLE", 1)
     # So cheap that every window with two queries that agree is won.
     monkeypatch.setattr(stages.union, "EDGES_PER_UNION_BLOCK", 1)
     docs, layout = problem.docs, problem.docs.layout
     lookup = stages.common.tables(layout, BLOCK)
-    unions = stages.union.survey(problem.indices, layout, lookup, BLOCK, 3, 128)
+    unions = stages.union.survey(problem.indices, problem.inputs.v, layout, lookup, BLOCK, 3, 128)
     first = layout.first_blocks(BLOCK)[layout.spans[layout.entry_of_query(), 2]]
     totals = torch.zeros(2, 2, dtype=torch.int64)
     for tile, head in itertools.product(range(unions.counts.shape[0]), range(2)):
-        members, masked = {}, set()
-        for local in range(unions.queries):
-            query = tile * unions.queries + local
-            if query >= layout.num_queries:
-                break
+        begin = tile * unions.queries
+        queries = range(begin, min(begin + unions.queries, layout.num_queries))
+        members, seen_whole = {}, {}
+        for local, query in enumerate(queries):
             for block in problem.indices[head, query].tolist():
                 if block >= 0:
                     row = block + int(first[query])
                     members[row] = members.get(row, 0) | 1 << local
-                    if docs.positions[query] < (block + 1) * BLOCK - 1:
-                        masked.add(row)
-        whole, count = unions.counts[tile, head].tolist()
+                    whole = int(docs.positions[query]) >= (block + 1) * BLOCK - 1
+                    seen_whole[row] = seen_whole.get(row, 0) + whole
+        unmasked, count = unions.counts[tile, head].tolist()
         rows = unions.rows[tile, head, :count].tolist()
         bits = (unions.members[tile, head, :count].long() & 0xFFFFFFFF).tolist()
         assert dict(zip(rows, bits, strict=True)) == members
-        assert set(rows[whole:]) == masked
+        assert set(rows[:unmasked]) == {r for r, n in seen_whole.items() if n == len(queries)}
+        assert torch.equal(unions.starts[tile, head, :count], lookup.blocks[rows, 0])
         totals[head] += torch.tensor([len(members), sum(b.bit_count() for b in members.values())])
     assert torch.equal(unions.tally[0].long(), totals)
+
+
+def test_a_window_with_an_infinite_value_is_no_union(stages, problem, monkeypatch):
+    monkeypatch.setattr(stages.union, "EDGES_PER_UNION_BLOCK", 1)
+    layout, v = problem.docs.layout, problem.inputs.v.clone()
+    lookup = stages.common.tables(layout, BLOCK)
+    v[1, 0, 3] = float("inf")
+    tally = stages.union.survey(problem.indices, v, layout, lookup, BLOCK, 3, 128).tally[0]
+    assert tally[0, 0] >= tally[0, 1], "the KV head that reads it"
+    assert tally[1, 0] < tally[1, 1], "the other"
 
 
 @pytest.mark.parametrize("cost", [1, 10**6], ids=["unions", "key-major"])
 def test_forward_and_backward(stages, problem, cost, monkeypatch):
     monkeypatch.setattr(stages.union, "EDGES_PER_UNION_BLOCK", cost)
-    inputs, docs, layout = problem.inputs, problem.docs, problem.docs.layout
+    inputs, docs = problem.inputs, problem.docs
     truth = attention_truth(inputs, problem.indices, docs, BLOCK)
+    saved = attend(stages, problem, inputs)
+    found = {"out": saved.out, "lse": saved.lse, **differentiate(stages, problem, saved, False)}
+    for name, value in found.items():
+        assert_ok(truth.quantities[name].compare(value))
+    for name, zero in truth.must_be_zero().items():
+        assert not bool(found[name][zero].any()), name
+
+
+@pytest.mark.parametrize("queries", [16, 1024])
+def test_the_repeatable_backward(stages, problem, queries, monkeypatch):
+    """Also where its memory for parts of dq has to be used again."""
+    monkeypatch.setattr(stages.backward, "_SHORT", queries)
+    monkeypatch.setattr(stages.backward, "_SUM_QUERIES", 3)
+    monkeypatch.setattr(stages.backward, "_SLOT_BYTES", 4)
+    truth = attention_truth(problem.inputs, problem.indices, problem.docs, BLOCK)
+    saved = attend(stages, problem, problem.inputs)
+    found = differentiate(stages, problem, saved, True)
+    for name, value in found.items():
+        assert_ok(truth.quantities[name].compare(value))
+        assert not bool(value[truth.must_be_zero()[name]].any()), name
+    assert all(
+        torch.equal(value, found[name])
+        for name, value in differentiate(stages, problem, saved, True).items()
+    )
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_that_nobody_needs_are_zero(stages, problem, deterministic):
+    saved = attend(stages, problem, problem.inputs)
+    every = differentiate(stages, problem, saved, True)
+    for needs, names in (((True, False), ["dq"]), ((False, True), ["dk", "dv"])):
+        found = differentiate(stages, problem, saved, deterministic, needs)
+        for name, value in found.items():
+            if name in names:
+                torch.testing.assert_close(value, every[name], rtol=1e-5, atol=1e-5)
+            else:
+                assert not bool(value.any()), name
+
+
+@pytest.mark.parametrize(
+    ("cost", "value"), [(1, float("inf")), (10**6, float("nan"))], ids=["unions", "key-major"]
+)
+def test_a_broken_value_reaches_only_those_that_see_it(stages, problem, cost, value, monkeypatch):
+    """Zero times infinity is NaN: a masked key must not take part in a product with its value."""
+    monkeypatch.setattr(stages.union, "EDGES_PER_UNION_BLOCK", cost)
+    inputs, layout = problem.inputs, problem.docs.layout
+    clean = attend(stages, problem, inputs)
+    for token in (5, 30):
+        v = inputs.v.clone()
+        v[token, 0, 3] = value
+        broken = dataclasses.replace(inputs, v=v)
+        found = attend(stages, problem, broken).out
+        config = AttentionConfig(BLOCK, 24**-0.5, False)
+        wanted, _ = reference_attention.forward(
+            inputs.q, inputs.k, v, problem.indices, clean.schedule, layout, config
+        )
+        assert torch.equal(found.isfinite(), wanted.isfinite())
+        assert 0 < int((~wanted.isfinite()).sum()) < wanted[:, :3, 3].numel()
+        sound = wanted.isfinite()
+        assert torch.equal(found.isnan(), wanted.isnan())
+        torch.testing.assert_close(found[sound], clean.out[sound], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_selected_lse_of_broken_logits(stages, problem, value):
+    inputs, layout = problem.inputs, problem.docs.layout
+    index_q, index_k = inputs.index_q.abs(), inputs.index_k[:, 0].clone()
+    index_k[7] = value
+    clean = problem.inputs.index_k[:, 0]
+    _, sound = reference_selection.select_blocks(index_q, clean, layout, problem.config)
+    indices, wanted = reference_selection.select_blocks(index_q, index_k, layout, problem.config)
+    found = stages.selection.selected_lse(index_q, index_k, indices, layout, problem.config)
+    assert not torch.equal(wanted, sound), "some query reads it"
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def attend(stages, problem, inputs) -> Saved:
+    layout = problem.docs.layout
     schedule = reference_schedule.key_schedule(problem.indices, layout, BLOCK)
     config = AttentionConfig(BLOCK, 24**-0.5, False)
     out, lse = stages.forward.forward(
         inputs.q, inputs.k, inputs.v, problem.indices, schedule, layout, config
     )
-    delta = stages.backward.backward_preprocess(out, inputs.d_out, lse, inputs.d_lse)
-    saved = Saved(inputs.q, inputs.k, inputs.v, out, lse, problem.indices, schedule)
-    grads = stages.backward.backward(inputs.d_out, delta, saved, None, layout, config, (True, True))
+    return Saved(inputs.q, inputs.k, inputs.v, out, lse, problem.indices, schedule)
+
+
+def differentiate(stages, problem, saved, deterministic, needs=(True, True)):
+    d_out, d_lse = problem.inputs.d_out, problem.inputs.d_lse
+    delta = stages.backward.backward_preprocess(saved.out, d_out, saved.lse, d_lse)
+    config = AttentionConfig(BLOCK, 24**-0.5, deterministic)
+    grads = stages.backward.backward(d_out, delta, saved, None, problem.docs.layout, config, needs)
     grads = stages.backward.backward_postprocess(*grads, torch.float32)
-    found = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
-    for name, value in found.items():
-        assert_ok(truth.quantities[name].compare(value))
-    for name, zero in truth.must_be_zero().items():
-        assert not bool(found[name][zero].any()), name
+    return dict(zip(("dq", "dk", "dv"), grads, strict=True))
