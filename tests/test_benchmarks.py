@@ -26,6 +26,14 @@ def test_help():
     assert "--no-cases" in done.stdout
 
 
+@pytest.mark.parametrize("name", ["compiled.py", "cold_start.py"])
+def test_the_other_scripts_start(name):
+    command = [sys.executable, str(ROOT / "benchmarks" / name), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "--help" in done.stdout or "usage" in done.stdout
+
+
 def test_wrong_input_is_a_usage_error():
     for argv in (["--tokens", "many"], ["--repeats", "0"]):
         done = run(*argv)

@@ -74,7 +74,7 @@ def other_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without Triton, and a Triton column whose kernels compiled only."""
     cell = Cell(
         "nowhere:nothing",
-        Offer(devices=("cuda",), package="triton", shared_memory=2**20),
+        Offer(devices=("cuda",), package="triton", shared_memory=lambda problem: 2**20),
         COMPILED,
         "sm_90",
     )

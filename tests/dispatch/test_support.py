@@ -43,7 +43,7 @@ HOPPER_ONLY = Offer(
     groups=range(1, 17),
     topks=range(1, 33),
     package="cute_dsl",
-    shared_memory=100_000,
+    shared_memory=lambda problem: 100_000,
 )
 
 

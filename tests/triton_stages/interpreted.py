@@ -28,7 +28,7 @@ TOPK, BLOCK = 3, 16
 def stages():
     """The backend's modules."""
     package = "openmsa.backends.triton"
-    names = ("common", "selection", "schedule", "union", "forward", "backward")
+    names = ("common", "selection", "schedule", "union", "forward", "backward", "sizes")
     return SimpleNamespace(**{n: importlib.import_module(f"{package}.{n}") for n in names})
 
 
@@ -184,6 +184,15 @@ def test_the_repeatable_backward(stages, problem, queries, monkeypatch):
         torch.equal(value, found[name])
         for name, value in differentiate(stages, problem, saved, True).items()
     )
+
+
+def test_a_group_that_fills_more_than_one_tile(stages, problem, monkeypatch):
+    fit = dataclasses.replace(stages.sizes.sizes(torch.device("cpu")), grads_rows=2)
+    monkeypatch.setattr(stages.backward, "sizes", lambda device: fit)
+    truth = attention_truth(problem.inputs, problem.indices, problem.docs, BLOCK)
+    saved = attend(stages, problem, problem.inputs)
+    for name, value in differentiate(stages, problem, saved, True).items():
+        assert_ok(truth.quantities[name].compare(value))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

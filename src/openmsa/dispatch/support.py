@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +37,7 @@ class Offer:
         topks: top-k values.
         deterministic: can it give bitwise repeatable results?
         package: toolchain it needs, ``"triton"`` or ``"cute_dsl"``.
-        shared_memory: bytes of shared memory per thread block it needs.
+        shared_memory: bytes of shared memory per thread block that it needs for a problem.
     """
 
     devices: tuple[str, ...] | None = None
@@ -49,7 +49,7 @@ class Offer:
     topks: range = range(1, 65)
     deterministic: bool = True
     package: str | None = None
-    shared_memory: int = 0
+    shared_memory: Callable[[Problem], int] | None = None
 
 
 def support(problem: Problem, offer: Offer, facts: DeviceFacts, tools: Toolchain) -> Support:
@@ -74,9 +74,10 @@ def support(problem: Problem, offer: Offer, facts: DeviceFacts, tools: Toolchain
         reasons.append("deterministic: needs repeatable sums, offers none")
     if offer.package is not None and tools.version(offer.package) is None:
         reasons.append(f"toolchain: needs {offer.package}, which is not installed")
-    if facts.kind == "cuda" and offer.shared_memory > facts.shared_memory:
+    needed = 0 if offer.shared_memory is None else offer.shared_memory(problem)
+    if facts.kind == "cuda" and needed > facts.shared_memory:
         reasons.append(
-            f"shared memory: needs {offer.shared_memory} bytes per thread block, "
+            f"shared memory: needs {needed} bytes per thread block, "
             f"the device has {facts.shared_memory}"
         )
     return Support(not reasons, tuple(reasons))

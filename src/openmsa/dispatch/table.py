@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from openmsa.contract.problem import Problem
 from openmsa.dispatch.support import Offer
 
 __all__ = ["BACKENDS", "ORDER", "STAGES", "TABLE", "Cell", "launcher"]
@@ -66,17 +67,21 @@ def _cpu(function: str) -> Cell:
     return Cell(f"openmsa.backends.cpu.{function}", Offer(devices=("cpu",)), RAN, "x86 CPU")
 
 
-def _triton(function: str, shared_memory: int = 0) -> Cell:
-    """Bytes of shared memory are those the compiler reports for head dim 128 on sm_90."""
+def _triton(function: str, shared_memory: tuple[int, int] = (0, 0)) -> Cell:
+    """``shared_memory``: bytes of the smallest tiles for head dims up to 64 and for larger ones
+    (docs/hardware/triton.md). Devices that have more get larger tiles."""
+
+    def needed(problem: Problem) -> int:
+        return shared_memory[problem.head_dim > 64]
+
     offer = Offer(
         devices=("cuda",),
         capabilities=((8, 0), (12, 9)),
         dtypes=(torch.bfloat16, torch.float16),
         head_dims=(64, 96, 128),
         block_sizes=(64, 128),
-        deterministic=False,
         package="triton",
-        shared_memory=shared_memory,
+        shared_memory=needed,
     )
     return Cell(f"openmsa.backends.triton.{function}", offer, RAN, "H200")
 
@@ -87,12 +92,12 @@ TABLE: dict[str, dict[str, Cell]] = {
     "cute": dict.fromkeys(sum(STAGES.values(), ()), _NO_CUTE),
     "triton": {
         "block_scores": Cell(fused="select_blocks"),
-        "select_blocks": _triton("selection:select_blocks", 114_688),
+        "select_blocks": _triton("selection:select_blocks", (33_792, 67_584)),
         "key_schedule": _triton("schedule:key_schedule"),
-        "forward": _triton("forward:forward", 106_528),
+        "forward": _triton("forward:forward", (40_960, 81_928)),
         "backward_preprocess": _triton("backward:backward_preprocess"),
         "task_build": Cell(fused="backward"),
-        "backward": _triton("backward:backward", 164_416),
+        "backward": _triton("backward:backward", (57_608, 98_600)),
         "backward_postprocess": _triton("backward:backward_postprocess"),
     },
     "cpu": {

@@ -52,6 +52,8 @@ class Compiled:
         warps: of a thread block.
         registers: of a thread.
         shared: bytes of a thread block.
+        tensor: columns of tensor memory of a thread block, on 10.x. With more than 512 of them
+            Triton's kernel is a lone trap, and its launch an error.
         stack: bytes of a thread's local memory, which is where spilled registers go.
         seconds: of the compilation, about 0 where a cache had it.
     """
@@ -61,6 +63,7 @@ class Compiled:
     warps: int
     registers: int
     shared: int
+    tensor: int
     stack: int
     seconds: float
 
@@ -144,7 +147,7 @@ def _compiling(
             registers, stack = _resources(kernel.asm["cubin"])
             found[kernel.hash] = Compiled(
                 stage.name, self.fn.__name__, kernel.metadata.num_warps, registers,
-                kernel.metadata.shared, stack, seconds,
+                kernel.metadata.shared, getattr(kernel.metadata, "tmem_size", 0), stack, seconds,
             )  # fmt: skip
         return kernel
 

@@ -97,6 +97,7 @@ def backward(
     window = _SHORT if layout.num_queries <= 16384 else _LONG
     lookup, fit = tables(layout, config.block_size), sizes(q.device)
     group_pad = triton.next_power_of_2(group)
+    tile_heads = min(group_pad, fit.grads_rows)
     edges = schedule.queries.shape[1]
     tensors = (
         q, k, v, d_out, saved.lse, delta, schedule.row_ptr, schedule.queries, lookup.positions,
@@ -105,9 +106,9 @@ def backward(
         config.scale, config.scale * LOG2E, LOG2E,
     )  # fmt: skip
     sizes_of = {
-        "GROUP": group, "GROUP_PAD": group_pad, "D": dim, "D_PAD": padded(dim),
-        "KV_HEADS": kv_heads, "QUERIES": max(fit.grads_rows, 16, group_pad) // group_pad,
-        "BLOCK": config.block_size, "NEED_Q": needs[0], "NEED_KV": needs[1],
+        "GROUP": group, "HEADS": tile_heads, "SPLIT": group_pad // tile_heads,
+        "QUERIES": fit.grads_rows // tile_heads, "D": dim, "D_PAD": padded(dim),
+        "KV_HEADS": kv_heads, "BLOCK": config.block_size, "NEED_Q": needs[0], "NEED_KV": needs[1],
         "num_warps": fit.grads_warps, "num_stages": fit.grads_stages,
     }  # fmt: skip
     if not config.deterministic:
@@ -203,8 +204,8 @@ def _grads(
     num_rows, edges, total, heads,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh,
     scale, scale_log2, log2e, window,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    KV_HEADS: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, QUERIES: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
     NEED_Q: tl.constexpr, NEED_KV: tl.constexpr,
 ):  # fmt: skip
     """One program for a key block and a window of queries; dq, dk and dv by atomics."""
@@ -222,7 +223,7 @@ def _grads(
             begin, end, 0, heads,
             stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh,
             scale, scale_log2, log2e,
-            GROUP, GROUP_PAD, D, D_PAD, QUERIES, BLOCK, NEED_Q, NEED_KV, 0,
+            GROUP, HEADS, SPLIT, QUERIES, D, D_PAD, BLOCK, NEED_Q, NEED_KV, 0,
         )  # fmt: skip
         if NEED_KV:
             _add_block(acc_k, acc_v, dk, dv, blocks, row, head, KV_HEADS, D, D_PAD, BLOCK)
@@ -239,8 +240,8 @@ def _grads_in_order(
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh,
     scale, scale_log2, log2e,
     indices, slot_of, slots, counters, window, steps, units, lag, num_queries,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    KV_HEADS: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, QUERIES: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
     NEED_Q: tl.constexpr, NEED_KV: tl.constexpr,
     TOPK: tl.constexpr, SUM_QUERIES: tl.constexpr,
 ):  # fmt: skip
@@ -290,7 +291,7 @@ def _grads_in_order(
                 slot_of + head.to(tl.int64) * edges, row, head, begin, end, first, heads,
                 stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_gt,
                 stride_gh, scale, scale_log2, log2e,
-                GROUP, GROUP_PAD, D, D_PAD, QUERIES, BLOCK, NEED_Q, NEED_KV, TOPK,
+                GROUP, HEADS, SPLIT, QUERIES, D, D_PAD, BLOCK, NEED_Q, NEED_KV, TOPK,
             )  # fmt: skip
             if NEED_KV:
                 turn = row_turns + head * num_rows + row
@@ -314,13 +315,14 @@ def _walk(
     begin, end, first, heads,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh,
     scale, scale_log2, log2e,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK: tl.constexpr, NEED_Q: tl.constexpr, NEED_KV: tl.constexpr,
-    TOPK: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, QUERIES: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    NEED_Q: tl.constexpr, NEED_KV: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a key block from the queries of ``readers[begin:end]``; their parts of dq are
     added to ``dq [Tq, Hq, D]``, or with ``TOPK`` written to the slots ``dq`` of a window that
-    begins at query ``first``."""
+    begins at query ``first``. A tile is ``QUERIES`` queries with ``HEADS`` heads each, or one query
+    of which it takes ``SPLIT`` turns."""
     start = tl.load(blocks + row * 3).to(tl.int64)
     keys = tl.load(blocks + row * 3 + 1)
     position = tl.load(blocks + row * 3 + 2)
@@ -337,15 +339,14 @@ def _walk(
     )  # fmt: skip
     acc_k = tl.zeros([BLOCK, D_PAD], tl.float32)
     acc_v = tl.zeros([BLOCK, D_PAD], tl.float32)
-    ROWS: tl.constexpr = QUERIES * GROUP_PAD
-    lane = tl.arange(0, ROWS)
-    member = lane % GROUP_PAD
-    for at in range(begin, end, QUERIES):
-        edge = at + tl.arange(0, QUERIES)
+    lane = tl.arange(0, QUERIES * HEADS)
+    for at in range(begin * SPLIT, end * SPLIT, QUERIES):
+        edge = at // SPLIT + tl.arange(0, QUERIES)
+        member = lane % HEADS + at % SPLIT * HEADS
         inside = edge < end
         reader = tl.load(readers + edge, mask=inside, other=0)
-        query = spread(reader, QUERIES, GROUP_PAD)
-        live = spread(inside, QUERIES, GROUP_PAD) & (member < GROUP)
+        query = spread(reader, QUERIES, HEADS)
+        live = spread(inside, QUERIES, HEADS) & (member < GROUP)
         wide = live[:, None] & (d < D)[None, :]
         q_head = head * GROUP + member
         line = query.to(tl.int64)
@@ -361,7 +362,7 @@ def _walk(
         lse2 = tl.load(lse + flat, mask=live, other=float("inf")) * log2e
         dot = tl.load(delta + flat, mask=live, other=0.0)
         visible = tl.minimum(tl.load(positions + reader) - position + 1, keys)
-        seen = spread(visible, QUERIES, GROUP_PAD)
+        seen = spread(visible, QUERIES, HEADS)
         s = tl.dot(k_tile, tl.trans(q_tile))
         p = tl.math.exp2(s * scale_log2 - lse2[None, :])
         p = tl.where(key[:, None] < seen[None, :], p, 0.0)
@@ -375,7 +376,7 @@ def _walk(
             if TOPK:
                 slot = tl.load(slot_of + edge, mask=inside, other=0).to(tl.int32)
                 place = (reader - first) * TOPK + slot
-                place = spread(place, QUERIES, GROUP_PAD).to(tl.int64) * GROUP + member
+                place = spread(place, QUERIES, HEADS).to(tl.int64) * GROUP + member
                 sums = dq + place[:, None] * D + d[None, :]
                 tl.store(sums, part, mask=wide, eviction_policy="evict_first")
             else:

@@ -1,7 +1,7 @@
 """Tile sizes for a device: the largest that its shared memory holds.
 
-Measured on an H200. For the others the sizes are what the compiler fits in with the fewest spilled
-registers (``benchmarks/compiled.py``, docs/hardware/triton.md).
+Measured on an H200. For the others the sizes are what the compiler fits in with hardly a spilled
+register (``benchmarks/compiled.py``, docs/hardware/triton.md).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -42,13 +43,13 @@ def sizes_for(capability: tuple[int, int], shared_memory: int) -> Sizes:
     # Warps that share a product's accumulator (9.0, 10.x) need half as many as those that do not.
     warpgroups = capability[0] in (9, 10)
     if warpgroups and shared_memory >= 227 * 1024:
-        return Sizes(4, 128, 5, 64, 8, 3, 256, 16)
-    grads_warps = 16 if capability[0] == 8 else 8
+        # With 64 rows the accumulators of the backward overflow the 512 columns of tensor memory.
+        return Sizes(4, 128, 5, 64 if capability[0] == 9 else 32, 8, 3, 256, 16)
     if shared_memory >= 163 * 1024:
-        return Sizes(8, 64, 5, 64, grads_warps, 2, 128, 8)
+        return Sizes(8, 64, 5, 64, 8, 2, 128, 8)
     if shared_memory >= 99 * 1024:
-        return Sizes(8, 64, 5, 32, grads_warps, 2, 128, 8)
-    return Sizes(8, 32, 3, 32, grads_warps, 2, 128, 8)
+        return Sizes(8, 64, 5, 32, 8, 2, 128, 8)
+    return Sizes(8, 32, 3, 32, 8, 2, 128, 8)
 
 
 _assumed: list[Sizes] = [sizes_for((9, 0), 227 * 1024)]
@@ -74,5 +75,5 @@ def sizes(device: torch.device) -> Sizes:
 
 @cache
 def _of_device(index: int) -> Sizes:
-    facts = torch.cuda.get_device_properties(index)
+    facts: Any = torch.cuda.get_device_properties(index)
     return sizes_for((facts.major, facts.minor), facts.shared_memory_per_block_optin)

@@ -92,7 +92,9 @@ def survey(
     found = Unions(
         queries,
         window,
-        *(empty(tiles, heads, queries * topk_pad) for _ in range(3)),
+        empty(tiles, heads, queries * topk_pad),
+        empty(tiles, heads, queries * topk_pad),
+        empty(tiles, heads, queries * topk_pad),
         empty(tiles, heads, 2),
         empty(triton.cdiv(layout.num_queries, window), heads, 2).zero_(),
         EDGES_PER_UNION_BLOCK,
