@@ -32,7 +32,7 @@ def test_the_example_runs(capsys):
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "CONTRIBUTING.md", *sorted(p.as_posix() for p in Path("docs").glob("*.md"))],
+    ["README.md", "CONTRIBUTING.md", *sorted(p.as_posix() for p in Path("docs").rglob("*.md"))],
 )
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()

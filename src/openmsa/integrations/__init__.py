@@ -1,0 +1,1 @@
+"""Thin adapters to training frameworks; each imports its framework on first use only."""
