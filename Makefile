@@ -1,6 +1,8 @@
 # Two commands on a fresh Linux machine with python3, pip and make:
 #   make demo   sets up .venv and runs one packed training step on real document shapes
 #   make test   sets up .venv and runs lint, types and tests
+#   make example       fine-tunes a tiny MiniMax-M3 of Transformers, twice, and compares the losses
+#   make integrations  tests the integrations with the oldest and the newest supported frameworks
 # A python3 that already has torch (a GPU machine, say) is reused instead of downloading another one.
 
 PYTHON ?= python3
@@ -10,7 +12,7 @@ VENV   := .venv
 export OMP_WAIT_POLICY ?= PASSIVE
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test lint types pytest bench clean
+.PHONY: help demo test lint types pytest example integrations clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,6 +44,25 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 demo: $(VENV)/.demo
 	@mkdir -p out
 	$(BIN)/openmsa run --plot out/demo.png --json out/demo.json
+
+$(VENV)/.example: pyproject.toml $(VENV)/.torch
+	@$(BIN)/python -m pip install --quiet --editable '.[plot,transformers]'
+	@touch $@
+
+example: $(VENV)/.example
+	$(BIN)/python examples/finetune_m3_tiny.py --plot out/example.png
+
+# Environments of their own: what a framework pins is its own affair.
+integrations:
+	@for version in '==5.17.*' '>=5.17'; do \
+	  environment=.venv-transformers-$$(echo "$$version" | tr -dc '0-9.=' | tr '=' '-'); \
+	  echo "transformers $$version in $$environment"; \
+	  test -x $$environment/bin/python || $(PYTHON) -m venv $$environment || exit 1; \
+	  $$environment/bin/python -m pip install --quiet "$(TORCH)" && \
+	  $$environment/bin/python -m pip install --quiet --editable . pytest matplotlib \
+	    "transformers$$version" 'accelerate>=1.1' && \
+	  $$environment/bin/python -m pytest -q tests/integrations || exit 1; \
+	done
 
 test: lint types pytest
 
