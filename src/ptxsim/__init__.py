@@ -1,1 +1,45 @@
-"""x"""
+"""`ptxsim`: executes compiled NVIDIA PTX on a CPU, function not time, with a sanitizer.
+
+    module = ptxsim.load(Path("kernel.ptx"))
+    module.launch(grid=4, block=128, args=[x, y, n], shared=4096)
+
+See docs/ptxsim.md for what is supported and how it is proved.
+"""
+
+from ptxsim.errors import (
+    AsyncHazard,
+    BarrierError,
+    Deadlock,
+    DivergenceError,
+    InvalidOperand,
+    LaunchError,
+    Misaligned,
+    MissingFence,
+    OutOfBounds,
+    ParseError,
+    SimulationError,
+    TensorMemoryError,
+    UninitialisedRead,
+    UnsupportedInstruction,
+)
+from ptxsim.module import Module, Result, load
+
+__all__ = [
+    "AsyncHazard",
+    "BarrierError",
+    "Deadlock",
+    "DivergenceError",
+    "InvalidOperand",
+    "LaunchError",
+    "Misaligned",
+    "MissingFence",
+    "Module",
+    "OutOfBounds",
+    "ParseError",
+    "Result",
+    "SimulationError",
+    "TensorMemoryError",
+    "UninitialisedRead",
+    "UnsupportedInstruction",
+    "load",
+]

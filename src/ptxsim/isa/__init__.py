@@ -1,0 +1,50 @@
+"""Instruction semantics by family; importing the package registers every builder.
+
+| file | instructions |
+|---|---|
+| `integer.py` | integer arithmetic, extended precision |
+| `floating.py` | float arithmetic of all types, approximations |
+| `logic.py` | bits, shifts, comparisons, selection |
+| `convert.py` | cvt, cvta, mapa |
+| `control.py` | mov, bra, ret, no-ops |
+| `loadstore.py`, `atomic.py` | ld, st, prefetch; atom, red |
+| `warp.py` | elect, shfl, vote, match, redux |
+| `sync.py` | bar, barrier, mbarrier, fence |
+| `async_copy.py`, `tensor_copy.py` | cp.async, bulk copies; tensor copies |
+| `matrix.py` | matrix descriptors, shared by the two below |
+| `tcgen05.py`, `wgmma.py`, `mma.py` | matrix instructions of sm_100, sm_90, and of warps |
+"""
+
+from ptxsim.isa import (
+    async_copy,
+    atomic,
+    control,
+    convert,
+    floating,
+    integer,
+    loadstore,
+    logic,
+    mma,
+    sync,
+    tcgen05,
+    tensor_copy,
+    warp,
+    wgmma,
+)
+
+__all__ = [
+    "async_copy",
+    "atomic",
+    "control",
+    "convert",
+    "floating",
+    "integer",
+    "loadstore",
+    "logic",
+    "mma",
+    "sync",
+    "tcgen05",
+    "tensor_copy",
+    "warp",
+    "wgmma",
+]
