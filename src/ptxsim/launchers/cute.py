@@ -218,7 +218,7 @@ def _patch(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> No
 def _patch_dsl(
     stack: contextlib.ExitStack, session: Session, library: Path, arch: str, dump: str
 ) -> None:
-    from cutlass.base_dsl.jit_executor import JitFunctionArtifacts
+    from cutlass.base_dsl.jit_executor import JitExecutor, JitFunctionArtifacts
     from cutlass.cutlass_dsl import CuTeDSL
     from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
 
@@ -230,13 +230,19 @@ def _patch_dsl(
             session.register(self.CUBIN, self.PTX)
 
     _patch(stack, JitFunctionArtifacts, "__post_init__", remember)
+    run = JitExecutor.run_compiled_program
+    _patch(stack, JitExecutor, "run_compiled_program", _reporting(session, run))
     _patch(stack, CudaDialectJitCompiledFunction, "num_devices", 1)
     # Some packages load what this names with global symbols, which would then win over ours.
     import cutlass.cute.runtime as cute_runtime
 
-    _patch(
-        stack, cute_runtime, "find_runtime_libraries", lambda *args, **kwargs: [str(library)]
-    )
+    _patch(stack, cute_runtime, "find_runtime_libraries", lambda *args, **kwargs: [str(library)])
+    convert = cute_runtime._Tensor.__init__
+
+    def convert_known(self: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
+        convert(self, _pretend(session, tensor), *args, **kwargs)
+
+    _patch(stack, cute_runtime._Tensor, "__init__", convert_known)
     environment = CuTeDSL._get_dsl().envar
     for name, value in (
         ("shared_libs", os.environ["CUTE_DSL_LIBS"]),
@@ -247,6 +253,31 @@ def _patch_dsl(
     _patch_tvm_ffi(stack, session)
 
 
+def _reporting(session: Session, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, raising the failure of a launch inside it instead of the error made from its code."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception:
+            if session.failure is None:
+                raise
+        failure, session.failure = session.failure, None
+        raise failure
+
+    return wrapped
+
+
+def _pretend(session: Session, value: Any) -> Any:
+    """CPU tensors among `value` as device tensors, their memory known to the session."""
+    if is_cpu_tensor(value):
+        session.tensors.add(value)
+        return as_cuda_dlpack(value)
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(_pretend(session, item) for item in value)
+    return value
+
+
 def _patch_tvm_ffi(stack: contextlib.ExitStack, session: Session) -> None:
     try:
         import tvm_ffi
@@ -254,36 +285,25 @@ def _patch_tvm_ffi(stack: contextlib.ExitStack, session: Session) -> None:
     except ImportError:
         return  # the plain path needs none of this
 
-    def pretend(value: Any) -> Any:
-        if is_cpu_tensor(value):
-            session.tensors.add(value)
-            return as_cuda_dlpack(value)
-        if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-            return type(value)(pretend(item) for item in value)
-        return value
-
     def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return call(
-                    self,
-                    *(pretend(a) for a in args),
-                    **{k: pretend(v) for k, v in kwargs.items()},
-                )
-            except Exception:
-                if session.failure is not None:
-                    failure, session.failure = session.failure, None
-                    raise failure from None
-                raise
+            return call(
+                self,
+                *(_pretend(session, a) for a in args),
+                **{k: _pretend(session, v) for k, v in kwargs.items()},
+            )
 
-        return wrapped
+        return _reporting(session, wrapped)
 
     for name in ("TVMFFIJitCompiledFunction", "TVMFFIJitCompiledFunctionWithKwargs"):
         owner = getattr(provider, name)
         _patch(stack, owner, "__call__", wrap(owner.__call__))
     from_dlpack = tvm_ffi.from_dlpack
     _patch(
-        stack, tvm_ffi, "from_dlpack", lambda value, *a, **k: from_dlpack(pretend(value), *a, **k)
+        stack,
+        tvm_ffi,
+        "from_dlpack",
+        lambda value, *a, **k: from_dlpack(_pretend(session, value), *a, **k),
     )
 
 
