@@ -4,7 +4,8 @@
 |---|---|
 | `integer.py` | integer arithmetic, extended precision |
 | `floating.py` | float arithmetic of all types, approximations |
-| `logic.py` | bits, shifts, comparisons, selection |
+| `logic.py` | logic, shifts, comparisons, selection |
+| `bits.py` | bit fields, counts, permutations, dot products |
 | `convert.py` | cvt, cvta, mapa |
 | `control.py` | mov, bra, ret, no-ops |
 | `loadstore.py`, `atomic.py` | ld, st, prefetch; atom, red |
@@ -18,6 +19,7 @@
 from ptxsim.isa import (
     async_copy,
     atomic,
+    bits,
     control,
     convert,
     floating,
@@ -35,6 +37,7 @@ from ptxsim.isa import (
 __all__ = [
     "async_copy",
     "atomic",
+    "bits",
     "control",
     "convert",
     "floating",

@@ -57,7 +57,9 @@ def build_add(ins: Instruction, c: Decoder, sign: int) -> Step:
         if kind != "s32":
             raise m.unsupported(".sat is for .s32")
         return binary(
-            c, ins, kind,
+            c,
+            ins,
+            kind,
             lambda x, y: min(max(x + sign * y, -(1 << 31)), (1 << 31) - 1),
             lambda x, y: np.clip(
                 np.asarray(x, S64) + sign * np.asarray(y, S64), -(1 << 31), (1 << 31) - 1
@@ -142,11 +144,19 @@ def build_mul(ins: Instruction, c: Decoder) -> Step:
 
 
 def build_mad(ins: Instruction, c: Decoder) -> Step:
-    """mad.{lo,hi,wide}: the product as `mul`, plus c of the result's width, wrapping."""
+    """mad.{lo,hi,wide}: the product as `mul`, plus c of the result's width, wrapping.
+
+    `mad.hi.sat.s32` clamps the sum; `mad.cc` and `madc` go to `build_carry_mad`.
+    """
+    if "cc" in ins.mods:
+        return build_carry_mad(ins, c)
     m = Modifiers(ins)
     part = m.choice("lo", "hi", "wide")
+    saturate = m.flag("sat")
     kind = m.type(*INTEGER_TYPES)
     m.done()
+    if saturate and (part, kind) != ("hi", "s32"):
+        raise m.unsupported(".sat is for mad.hi.s32")
     width, view, product = width_of(kind), view_of(kind), multiply(kind, part)
     out = 2 * width if part == "wide" else width
     bits, mask = BITS[out], MASKS[out]
@@ -156,7 +166,11 @@ def build_mad(ins: Instruction, c: Decoder) -> Step:
     def run(warp: Any) -> None:
         r = warp.registers
         p, z = product(view(r[a]), view(r[b])), bits(r[addend])
-        if p.__class__ is int and z.__class__ is int:
+        if saturate:
+            total = np.asarray(signed(p, 32), S64) + np.asarray(signed(z, 32), S64)
+            total = np.clip(total, -(1 << 31), (1 << 31) - 1)
+            r[d] = total.astype(SIGNED[32]) if total.ndim else int(total) & mask
+        elif p.__class__ is int and z.__class__ is int:
             r[d] = (p + z) & mask
         else:
             r[d] = bits(p) + z
@@ -165,12 +179,9 @@ def build_mad(ins: Instruction, c: Decoder) -> Step:
 
 
 def _quotient(x: Any, y: Any) -> Any:
-    """Division truncating towards zero."""
-    if x.__class__ is int and y.__class__ is int:
-        q = abs(x) // abs(y)
-        return q if (x < 0) == (y < 0) else -q
-    q = np.floor_divide(np.abs(x), np.abs(y))
-    return np.where((np.asarray(x) < 0) == (np.asarray(y) < 0), q, -q)
+    """Division truncating towards zero: one more than the floor if inexact and negative."""
+    q = x // y
+    return q + ((q * y != x) & ((x < 0) != (y < 0)))
 
 
 @instruction("div", "rem")
@@ -221,7 +232,10 @@ def build_min_max(ins: Instruction, c: Decoder) -> Step:
     scalar, vector = (min, np.minimum) if ins.op == "min" else (max, np.maximum)
     if relu:
         return binary(
-            c, ins, kind, lambda x, y: max(scalar(x, y), 0),
+            c,
+            ins,
+            kind,
+            lambda x, y: max(scalar(x, y), 0),
             lambda x, y: np.maximum(vector(x, y), 0),
         )
     return binary(c, ins, kind, scalar, vector)
@@ -282,13 +296,45 @@ def build_carry(ins: Instruction, c: Decoder) -> Step:
     return run
 
 
+@instruction("madc")
+def build_carry_mad(ins: Instruction, c: Decoder) -> Step:
+    """mad.cc, madc{.cc}: as mad.{lo,hi}, with the carry of the addition out, and in for madc."""
+    m = Modifiers(ins)
+    part = m.choice("lo", "hi")
+    writes = m.flag("cc")
+    kind = m.type("u32", "s32", "u64", "s64")
+    m.done()
+    width, view, product = width_of(kind), view_of(kind), multiply(kind, part)
+    a, b, z = (c.read(o, width) for o in ins.operands[1:])
+    d, mask, bits, reads = c.write(ins.operands[0]), MASKS[width], BITS[width], ins.op == "madc"
+
+    def run(warp: Any) -> None:
+        r = warp.registers
+        p, t = bits(product(view(r[a]), view(r[b]))), bits(r[z])
+        carry = warp.carry if reads else 0
+        if all(v.__class__ is int for v in (p, t, carry)):
+            total = (p & mask) + t + carry
+            r[d], out = total & mask, total >> width
+        else:
+            wide = np.broadcast_to(np.asarray(p, object) + np.asarray(t, object) + carry, 32)
+            r[d] = np.array([int(v) & mask for v in wide], UNSIGNED[width])
+            out = np.array([int(v) >> width for v in wide], object)
+        if writes:
+            warp.carry = out
+
+    return run
+
+
 @instruction("mul24", "mad24")
 def build_mul24(ins: Instruction, c: Decoder) -> Step:
-    """mul24/mad24.lo: product of the low 24 bits of each operand, low 32 bits."""
+    """mul24/mad24.{lo,hi}: product of the low 24 bits of each operand, its bits 0-31 or 16-47."""
     m = Modifiers(ins)
-    m.choice("lo")
+    shift = 0 if m.choice("lo", "hi") == "lo" else 16
+    saturate = m.flag("sat")
     kind = m.type("u32", "s32")
     m.done()
+    if saturate and (ins.op, shift, kind) != ("mad24", 16, "s32"):
+        raise m.unsupported(".sat is for mad24.hi.s32")
     slots = [c.read(o, 32) for o in ins.operands[1:]]
     d = c.write(ins.operands[0])
 
@@ -299,13 +345,21 @@ def build_mul24(ins: Instruction, c: Decoder) -> Step:
 
     def run(warp: Any) -> None:
         r = warp.registers
-        total = low24(r[slots[0]]) * low24(r[slots[1]])
+        total = low24(r[slots[0]]) * low24(r[slots[1]]) >> shift
         if len(slots) > 2:
-            total = total + np.asarray(BITS[32](r[slots[2]]), S64)
+            total = _word(total, kind) + np.asarray(view_of(kind)(r[slots[2]]), S64)
+        if saturate:
+            total = np.clip(total, -(1 << 31), (1 << 31) - 1)
         total = total & MASKS[32]
         r[d] = int(total) if total.ndim == 0 else total.astype(UNSIGNED[32])
 
     return run
+
+
+def _word(value: Any, kind: str) -> Any:
+    """The low 32 bits read as u32 or s32, in int64."""
+    low = value & MASKS[32]
+    return low - ((low >> 31) << 32) if kind == "s32" else low
 
 
 @instruction("sad")
@@ -321,10 +375,11 @@ def build_sad(ins: Instruction, c: Decoder) -> Step:
     def run(warp: Any) -> None:
         r = warp.registers
         x, y, t = view(r[a]), view(r[b]), BITS[width](r[z])
-        if all(v.__class__ is int for v in (x, y, t)):
-            r[d] = (abs(x - y) + t) & mask
+        if x.__class__ is int and y.__class__ is int:
+            distance: Any = abs(x - y) & mask
         else:
-            distance = np.maximum(x, y) - np.minimum(x, y)
-            r[d] = BITS[width](distance) + t
+            distance = BITS[width](np.maximum(x, y) - np.minimum(x, y))
+        total = distance + t
+        r[d] = total & mask if total.__class__ is int else total
 
     return run

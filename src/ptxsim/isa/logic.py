@@ -1,4 +1,7 @@
-"""Bits and predicates: logic, shifts, bit fields, comparisons, selection.  PTX ISA 9.7.6-9.7.8."""
+"""Bits and predicates: logic, shifts, comparisons, selection.
+
+PTX ISA: Logic and Shift Instructions; Comparison and Selection Instructions.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ptxsim.decode import Decoder, Modifiers, Step, instruction
 from ptxsim.isa.floating import read_narrow
 from ptxsim.isa.integer import INTEGER_TYPES, view_of, width_of
 from ptxsim.ptx import Instruction
-from ptxsim.values import BITS, LANES, MASKS, SIGNED, U32, UNSIGNED, bits32, lanes, signed
+from ptxsim.values import BITS, MASKS, SIGNED, UNSIGNED, bits32, lanes, signed
 
 _LOGIC: dict[str, Callable[[Any, Any], Any]] = {
     "and": operator.and_,
@@ -107,190 +110,6 @@ def build_shift(ins: Instruction, c: Decoder) -> Step:
         r[d] = shift(view(r[a]), bits32(r[b]))
 
     return run
-
-
-@instruction("shf")
-def build_funnel(ins: Instruction, c: Decoder) -> Step:
-    """shf.{l,r}.{wrap,clamp}: high word of (hi:lo) << n, or low word of (hi:lo) >> n."""
-    m = Modifiers(ins)
-    left = m.choice("l", "r") == "l"
-    wrap = m.choice("wrap", "clamp") == "wrap"
-    m.type("b32")
-    m.done()
-    lo, hi, n = (c.read(o, 32) for o in ins.operands[1:])
-    d = c.write(ins.operands[0])
-
-    def run(warp: Any) -> None:
-        r = warp.registers
-        values = [bits32(r[s]) for s in (lo, hi, n)]
-        low, high, amount = (lanes(v, 32).astype(np.uint64) for v in values)
-        amount = amount & np.uint64(31) if wrap else np.minimum(amount, np.uint64(32))
-        both = high << np.uint64(32) | low
-        shifted = (both << amount) >> np.uint64(32) if left else both >> amount
-        result = shifted.astype(U32)
-        uniform = all(v.__class__ is int for v in values)
-        r[d] = int(result[0]) if uniform else result
-
-    return run
-
-
-@instruction("lop3")
-def build_lop3(ins: Instruction, c: Decoder) -> Step:
-    """lop3.b32 d, a, b, c, table: bit = table[a<<2 | b<<1 | c]."""
-    m = Modifiers(ins)
-    m.type("b32")
-    m.done()
-    a, b, z = (c.read(o, 32) for o in ins.operands[1:4])
-    table = ins.operands[4].bits  # type: ignore[union-attr]
-    d = c.write(ins.operands[0])
-
-    def run(warp: Any) -> None:
-        r = warp.registers
-        values = [bits32(r[s]) for s in (a, b, z)]
-        inverse = [v ^ 0xFFFFFFFF for v in values]
-        result: Any = 0
-        for row in range(8):
-            if table >> row & 1:
-                x = values[0] if row & 4 else inverse[0]
-                y = values[1] if row & 2 else inverse[1]
-                t = values[2] if row & 1 else inverse[2]
-                result = result | (x & y & t)
-        r[d] = result
-
-    return run
-
-
-@instruction("prmt")
-def build_permute(ins: Instruction, c: Decoder) -> Step:
-    """prmt.b32: bytes of (b:a) picked by the nibbles of c; bit 3 of a nibble spreads the sign."""
-    m = Modifiers(ins)
-    m.type("b32")
-    mode = m.choice("f4e", "b4e", "rc8", "ecl", "ecr", "rc16", default="")
-    m.done()
-    if mode:
-        raise m.unsupported(f"mode .{mode}")
-    a, b, s = (c.read(o, 32) for o in ins.operands[1:4])
-    d = c.write(ins.operands[0])
-
-    def run(warp: Any) -> None:
-        r = warp.registers
-        values = [bits32(r[slot]) for slot in (a, b, s)]
-        low, high, selector = (lanes(v, 32).astype(np.uint64) for v in values)
-        both = high << np.uint64(32) | low
-        result = np.zeros(LANES, np.uint64)
-        for byte in range(4):
-            nibble = selector >> np.uint64(4 * byte) & np.uint64(15)
-            picked = both >> ((nibble & np.uint64(7)) * np.uint64(8)) & np.uint64(255)
-            sign = np.where(picked >> np.uint64(7), np.uint64(255), np.uint64(0))
-            picked = np.where(nibble >> np.uint64(3), sign, picked)
-            result |= picked << np.uint64(8 * byte)
-        out = result.astype(U32)
-        r[d] = int(out[0]) if all(v.__class__ is int for v in values) else out
-
-    return run
-
-
-def per_lane(c: Decoder, ins: Instruction, widths: list[int], out: int, function: Any) -> Step:
-    """A step through Python integers lane by lane: for rare bit instructions."""
-    slots = [c.read(o, w) for o, w in zip(ins.operands[1:], widths)]
-    d = c.write(ins.operands[0])
-    mask = MASKS[out]
-
-    def run(warp: Any) -> None:
-        r = warp.registers
-        values = [BITS[w](r[s]) for s, w in zip(slots, widths)]
-        if all(v.__class__ is int for v in values):
-            r[d] = function(*values) & mask
-            return
-        columns = [lanes(v, w).tolist() for v, w in zip(values, widths)]
-        r[d] = np.array([function(*row) & mask for row in zip(*columns)], UNSIGNED[out])
-
-    return run
-
-
-@instruction("bfe")
-def build_extract(ins: Instruction, c: Decoder) -> Step:
-    """bfe: `len` bits from `pos`; signed fields fill with the bit min(pos+len-1, msb)."""
-    m = Modifiers(ins)
-    kind = m.type("u32", "s32", "u64", "s64")
-    m.done()
-    width, is_signed = width_of(kind), kind[0] == "s"
-
-    def extract(a: int, pos: int, length: int) -> int:
-        pos, length = pos & 255, length & 255
-        if length == 0:
-            return 0
-        value = (a >> pos) & ((1 << length) - 1)
-        last = min(pos + length - 1, width - 1)
-        if is_signed and a >> last & 1:
-            present = max(0, min(length, width - pos))
-            value |= -1 << present
-        return value
-
-    return per_lane(c, ins, [width, 32, 32], width, extract)
-
-
-@instruction("bfi")
-def build_insert(ins: Instruction, c: Decoder) -> Step:
-    """bfi d, a, b, pos, len: the low bits of a into b."""
-    m = Modifiers(ins)
-    width = width_of(m.type("b32", "b64"))
-    m.done()
-
-    def insert(a: int, b: int, pos: int, length: int) -> int:
-        field = ((1 << (length & 255)) - 1) << (pos & 255)
-        return (b & ~field) | (a << (pos & 255) & field)
-
-    return per_lane(c, ins, [width, width, 32, 32], width, insert)
-
-
-@instruction("bfind")
-def build_find(ins: Instruction, c: Decoder) -> Step:
-    """bfind: most significant non-sign bit, 0xFFFFFFFF if none; `.shiftamt` counts from the top."""
-    m = Modifiers(ins)
-    shift = m.flag("shiftamt")
-    kind = m.type("u32", "s32", "u64", "s64")
-    m.done()
-    width, is_signed = width_of(kind), kind[0] == "s"
-
-    def find(a: int) -> int:
-        if is_signed and a >> (width - 1):
-            a = ~a & MASKS[width]
-        at = a.bit_length() - 1
-        if at < 0:
-            return -1
-        return width - 1 - at if shift else at
-
-    return per_lane(c, ins, [width], 32, find)
-
-
-@instruction("clz", "popc", "brev")
-def build_count(ins: Instruction, c: Decoder) -> Step:
-    """clz: leading zeros; popc: ones; brev: bits reversed."""
-    m = Modifiers(ins)
-    width = width_of(m.type("b32", "b64"))
-    m.done()
-    functions: dict[str, Callable[[int], int]] = {
-        "clz": lambda a: width - a.bit_length(),
-        "popc": lambda a: a.bit_count(),
-        "brev": lambda a: int(f"{a:0{width}b}"[::-1], 2),
-    }
-    return per_lane(c, ins, [width], width if ins.op == "brev" else 32, functions[ins.op])
-
-
-@instruction("bmsk")
-def build_mask(ins: Instruction, c: Decoder) -> Step:
-    """bmsk.{clamp,wrap}: `b` ones from position `a`."""
-    m = Modifiers(ins)
-    wrap = m.choice("clamp", "wrap") == "wrap"
-    m.type("b32")
-    m.done()
-
-    def ones(a: int, b: int) -> int:
-        a, b = (a & 31, b & 31) if wrap else (min(a, 32), min(b, 32))
-        return ((1 << b) - 1) << a
-
-    return per_lane(c, ins, [32, 32], 32, ones)
 
 
 # Comparisons: ordered ones are false with a NaN, the ones with `u` true.
