@@ -33,7 +33,9 @@ class Options:
 
     seed: int = 0
     strict: bool = False
-    max_steps: int = 5_000_000  # steps without any barrier, copy or store before a livelock is called
+    max_steps: int = (
+        5_000_000  # steps without any barrier, copy or store before a livelock is called
+    )
 
 
 @dataclass(slots=True)
@@ -53,6 +55,14 @@ class Machine:
     steps: int = 0
     progress: int = 0  # barrier arrivals, operations issued and finished, exits
     stores: int = 0  # memory writes: they keep a spin from being called a livelock
+
+    def suspect(self, error: SimulationError) -> None:
+        """A rule that shipping code is known to break: an error if strict, else a warning."""
+        if self.options.strict:
+            raise error
+        text = str(error)
+        if text not in self.warnings:
+            self.warnings.append(text)
 
 
 class AsyncOp:
@@ -162,7 +172,9 @@ class Cluster:
             raise InvalidOperand(f"{what}: shared address {address:#x} is in another CTA")
         barrier = self.ctas[rank].shared.barriers.get(offset)
         if barrier is None:
-            raise BarrierError(f"{what}: no mbarrier was initialised at shared address {address:#x}")
+            raise BarrierError(
+                f"{what}: no mbarrier was initialised at shared address {address:#x}"
+            )
         return barrier  # type: ignore[no-any-return]
 
 

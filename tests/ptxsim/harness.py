@@ -85,6 +85,7 @@ def run(
     outputs: Sequence[Any],
     uniform: Sequence[bool] = (),
     seed: int = 0,
+    strict: bool = False,
 ) -> list[Array]:
     """Run `body` once per element; each warp sees 32 elements.
 
@@ -98,7 +99,7 @@ def run(
     text = instruction_text(body, [i.dtype for i in inputs], outputs, uniform)
     results = [np.zeros(count, np.dtype(o)) for o in outputs]
     arrays = [np.ascontiguousarray(i) for i in inputs]
-    ptxsim.load(text).launch(count // block, block, [*arrays, *results], seed=seed)
+    ptxsim.load(text).launch(count // block, block, [*arrays, *results], seed=seed, strict=strict)
     return results
 
 

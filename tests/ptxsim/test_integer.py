@@ -190,14 +190,16 @@ def test_division_truncates_towards_zero(kind: str) -> None:
 
 @pytest.mark.parametrize("op", ["div", "rem"])
 @pytest.mark.parametrize("uniform", [False, True])
-def test_division_by_zero_is_an_error(op: str, uniform: bool) -> None:
+def test_division_by_zero_is_unspecified_and_an_error_if_strict(op: str, uniform: bool) -> None:
     import ptxsim
 
     a, b = np.full(32, 5, np.uint32), np.zeros(32, np.uint32)
     with pytest.raises(ptxsim.InvalidOperand, match=f"{op} by zero") as caught:
-        harness.run(f"{op}.u32 %d0, %a0, %a1;", [a, b], ["u4"], (uniform, uniform))
+        harness.run(f"{op}.u32 %d0, %a0, %a1;", [a, b], ["u4"], (uniform, uniform), strict=True)
     assert caught.value.line is not None
     assert op in str(caught.value.text)
+    (found,) = harness.run(f"{op}.u32 %d0, %a0, %a1;", [a, b], ["u4"], (uniform, uniform))
+    assert (found == (5 if op == "rem" else 0xFFFFFFFF)).all()
 
 
 @pytest.mark.parametrize("kind", ["s16", "s32", "s64"])

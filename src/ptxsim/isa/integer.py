@@ -186,7 +186,11 @@ def _quotient(x: Any, y: Any) -> Any:
 
 @instruction("div", "rem")
 def build_divide(ins: Instruction, c: Decoder) -> Step:
-    """div/rem of integers truncate towards zero; a zero divisor is unspecified, so an error."""
+    """div/rem of integers truncate towards zero.
+
+    By zero the value is unspecified (here -1, and the dividend for rem): an error if strict, else a
+    warning, since compilers compute quotients that nothing then uses.
+    """
     from ptxsim.isa.floating import FLOAT_TYPES, build_float_divide
 
     if any(t in ins.mods for t in FLOAT_TYPES):
@@ -200,19 +204,27 @@ def build_divide(ins: Instruction, c: Decoder) -> Step:
     remainder = ins.op == "rem"
     dtype = (SIGNED if kind[0] == "s" else UNSIGNED)[width]
 
+    def suspect(warp: Any) -> None:
+        warp.cta.machine.suspect(InvalidOperand(f"{ins.op} by zero", line=ins.line))
+
     def run(warp: Any) -> None:
         r = warp.registers
         x, y = view(r[a]), view(r[b])
         if y.__class__ is int:
             if y == 0:
-                raise InvalidOperand(f"{ins.op} by zero")
+                suspect(warp)
+                r[d] = r[a] if remainder else mask
+                return
         else:
             zero = y == 0
             if (zero if warp.mask is None else zero & warp.mask).any():
-                raise InvalidOperand(f"{ins.op} by zero")
+                suspect(warp)
+            # x / 1 leaves the remainder 0: mended below.
             y = np.where(zero, np.ones_like(y), y)
         q = _quotient(x, y)
         value = x - q * y if remainder else q
+        if y.__class__ is not int and zero.any():
+            value = np.where(zero, x if remainder else -1, value)
         r[d] = value & mask if value.__class__ is int else value.astype(dtype)
 
     return run
