@@ -6,7 +6,7 @@
 | `floating.py` | float arithmetic of all types, approximations |
 | `logic.py` | logic, shifts, comparisons, selection |
 | `bits.py` | bit fields, counts, permutations, dot products |
-| `convert.py` | cvt, cvta, mapa |
+| `convert.py`, `addresses.py` | cvt; cvta, mapa, isspacep |
 | `control.py` | mov, bra, ret, no-ops |
 | `loadstore.py`, `atomic.py` | ld, st, prefetch; atom, red |
 | `warp.py` | elect, shfl, vote, match, redux |
@@ -17,6 +17,7 @@
 """
 
 from ptxsim.isa import (
+    addresses,
     async_copy,
     atomic,
     bits,
@@ -35,6 +36,7 @@ from ptxsim.isa import (
 )
 
 __all__ = [
+    "addresses",
     "async_copy",
     "atomic",
     "bits",

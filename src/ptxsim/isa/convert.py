@@ -1,18 +1,27 @@
-"""cvt and address-space conversions.  PTX ISA 9.7.9.20-24 (cvta, cvt, cvt.pack, mapa)."""
+"""Conversions between types.  PTX ISA: Data Movement and Conversion Instructions: cvt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ptxsim.decode import Decoder, Modifiers, Step, instruction
-from ptxsim.errors import InvalidOperand
-from ptxsim.isa.floating import join16
-from ptxsim.isa.rounding import flush, to_bf16_bits, to_f16_bits, to_tf32
-from ptxsim.memory import LOCAL_BASE, OFFSET_MASK, PARAM_BASE, RANK_SHIFT, SHARED_BASE
-from ptxsim.ptx import Instruction
+from ptxsim.isa.floating import half_of, join16
+from ptxsim.isa.rounding import (
+    directed,
+    float8_values,
+    flush,
+    integer_to_f32,
+    to_bf16_bits,
+    to_f16_bits,
+    to_float8_bits,
+    to_odd,
+    to_tf32,
+)
+from ptxsim.ptx import Instruction, Register
 from ptxsim.values import (
     BITS,
     F32,
@@ -22,7 +31,6 @@ from ptxsim.values import (
     UNSIGNED,
     bf16,
     bits32,
-    bits64,
     f16,
     f32,
     f64,
@@ -32,46 +40,83 @@ from ptxsim.values import (
 _INTEGERS = tuple(f"{k}{n}" for k in "us" for n in (8, 16, 32, 64))
 _FLOATS = ("f16", "bf16", "f32", "f64")
 _PACKED = ("f16x2", "bf16x2")
+_FLOAT8 = ("e4m3x2", "e5m2x2")
 _INTEGER_ROUNDING: dict[str, Callable[[Any], Any]] = {
     "rni": np.rint,
     "rzi": np.trunc,
     "rmi": np.floor,
     "rpi": np.ceil,
 }
+_NARROW: dict[str, Callable[..., Any]] = {"f16": to_f16_bits, "bf16": to_bf16_bits}
+# Integer kinds by how many mantissa bits hold all their values.
+_EXACT_BITS = {"f64": 53, "f32": 24, "f16": 11, "bf16": 8}
+Convert = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The modifiers of a cvt."""
+
+    out: str
+    source: str
+    rounding: str
+    ftz: bool
+    saturate: bool
+    finite: bool
+    relu: bool
 
 
 @instruction("cvt")
 def build_convert(ins: Instruction, c: Decoder) -> Step:
-    """cvt.dtype.atype in all combinations of integers, f16, bf16, f32, f64, and packing to x2."""
+    """cvt.dtype.atype among integers, f16, bf16, f32, f64; tf32; pairs of f16, bf16, e4m3, e5m2."""
     m = Modifiers(ins)
-    kinds = [t for t in m.left if t in (*_INTEGERS, *_FLOATS, *_PACKED, "tf32")]
+    kinds = [t for t in m.left if t in (*_INTEGERS, *_FLOATS, *_PACKED, *_FLOAT8, "tf32")]
     if len(kinds) != 2:
         raise m.unsupported("needs a destination and a source type of those known here")
     for kind in kinds:
         m.left.remove(kind)
-    out, source = kinds
     rounding = m.choice("rn", "rna", "rz", "rm", "rp", *_INTEGER_ROUNDING, default="")
-    ftz, saturate = m.flag("ftz"), m.flag("sat")
-    finite, relu = m.flag("satfinite"), m.flag("relu")
+    form = _Form(
+        kinds[0], kinds[1], rounding, *(m.flag(n) for n in ("ftz", "sat", "satfinite", "relu"))
+    )
     m.done()
-    if out in _PACKED:
-        if source != "f32" or finite:
-            raise m.unsupported("packing is from two f32 without .satfinite")
-        return _pack(ins, c, out, rounding or "rn", relu)
-    if finite or (relu and out not in ("f16", "bf16", "tf32")):
-        raise m.unsupported(".satfinite or .relu in this combination")
-    if out == "tf32":
-        return _float_step(ins, c, source, lambda v: from_float(to_tf32(v, rounding or "rna")), relu)
-    if source in _FLOATS and out in _FLOATS:
-        return _float_to_float(ins, c, (out, source), rounding, (ftz, saturate, relu))
-    if source in _FLOATS:
-        return _float_to_int(ins, c, (out, source), rounding or "rzi", ftz)
-    if out in _FLOATS:
-        return _int_to_float(ins, c, (out, source), rounding or "rn")
-    return _int_to_int(ins, c, (out, source), saturate)
+    _check_form(m, form)
+    if form.out in _FLOAT8 or form.source in _FLOAT8:
+        return _float8(ins, c, form)
+    if form.out in _PACKED:
+        return _pack(ins, c, form)
+    if form.out == "tf32":
+        return _to_tf32(ins, c, form)
+    if form.source in _FLOATS and form.out in _FLOATS:
+        return _float_to_float(ins, c, form)
+    if form.source in _FLOATS:
+        return _float_to_int(ins, c, form)
+    if form.out in _FLOATS:
+        return _int_to_float(ins, c, form)
+    return _int_to_int(ins, c, (form.out, form.source), form.saturate)
 
 
-def _read_float(kind: str) -> tuple[int, Callable[[Any], Any]]:
+def _check_form(m: Modifiers, f: _Form) -> None:
+    """Combinations that the ISA does not have."""
+    out = f.out.removesuffix("x2")
+    if (f.finite or f.relu) and (out not in ("f16", "bf16", "tf32", "e4m3", "e5m2")):
+        raise m.unsupported(".satfinite or .relu with this destination")
+    if (f.finite or f.relu) and f.source not in ("f32", *_PACKED, *_FLOAT8):
+        raise m.unsupported(".satfinite or .relu with this source")
+    if f.ftz and "f32" not in (f.out, f.source):
+        raise m.unsupported(".ftz without .f32")
+    if (f.out in _PACKED or f.out == "tf32") and f.source not in ("f32", *_FLOAT8):
+        raise m.unsupported(f"from .{f.source}")
+    lossy = f.out in (*_PACKED, *_FLOAT8, "tf32") or (
+        f.out in _FLOATS and (f.source in _INTEGERS or _EXACT_BITS[f.source] > _EXACT_BITS[f.out])
+    )
+    if (lossy or (f.source in _FLOATS and f.out in _INTEGERS)) and not f.rounding:
+        raise m.unsupported("needs a rounding modifier")
+    if f.rounding == "rna" and f.out != "tf32":
+        raise m.unsupported(".rna is for .tf32")
+
+
+def _read_float(kind: str) -> tuple[int, Convert]:
     return {
         "f32": (32, f32),
         "f64": (64, f64),
@@ -80,9 +125,14 @@ def _read_float(kind: str) -> tuple[int, Callable[[Any], Any]]:
     }[kind]
 
 
-def _pack(ins: Instruction, c: Decoder, out: str, rounding: str, relu: bool) -> Step:
+def _relu(value: Any) -> Any:
+    """Negative values, and -0, become 0; a NaN stays."""
+    return np.where(value <= 0, F32.type(0), value)[()]
+
+
+def _pack(ins: Instruction, c: Decoder, form: _Form) -> Step:
     """cvt.rn.bf16x2.f32 d, a, b: a goes to the high half, b to the low one."""
-    narrow = to_bf16_bits if out == "bf16x2" else to_f16_bits
+    narrow, rounding, finite = _NARROW[form.out.removesuffix("x2")], form.rounding, form.finite
     a, b = c.read(ins.operands[1], 32), c.read(ins.operands[2], 32)
     d = c.write(ins.operands[0])
     if rounding not in ("rn", "rz"):
@@ -91,104 +141,171 @@ def _pack(ins: Instruction, c: Decoder, out: str, rounding: str, relu: bool) -> 
     def run(warp: Any) -> None:
         r = warp.registers
         high, low = f32(r[a]), f32(r[b])
-        if relu:
-            high, low = (np.where(v > 0, v, F32.type(0)).astype(F32)[()] for v in (high, low))
-        r[d] = join16(narrow(low, rounding), narrow(high, rounding))
+        if form.relu:
+            high, low = _relu(high), _relu(low)
+        r[d] = join16(narrow(low, rounding, finite), narrow(high, rounding, finite))
 
     return run
 
 
-def _float_step(
-    ins: Instruction, c: Decoder, source: str, function: Callable[[Any], Any], relu: bool
-) -> Step:
+def _float8(ins: Instruction, c: Decoder, form: _Form) -> Step:
+    """cvt.rn.satfinite.e4m3x2 from two f32 (the first goes high) or a pair; cvt.rn.f16x2.e4m3x2."""
+    d = c.write(ins.operands[0])
+    if form.rounding != "rn":
+        raise c.error("the rounding must be .rn")
+    if form.source in _FLOAT8:
+        if form.out != "f16x2":
+            raise c.error(f"from .{form.source} to .{form.out}")
+        return _from_float8(c, ins, d, form)
+    kind = form.out.removesuffix("x2")
+    if not form.finite:
+        raise c.error("needs .satfinite")
+    if form.source == "f32":
+        slots = [c.read(o, 32) for o in ins.operands[1:3]]
+        split: Convert = f32
+    elif form.source in _PACKED:
+        slots = [c.read(ins.operands[1], 32)] * 2
+        split = _read_float(form.source.removesuffix("x2"))[1]
+    else:
+        raise c.error(f"from .{form.source}")
+
+    def run(warp: Any) -> None:
+        r = warp.registers
+        if form.source == "f32":
+            high, low = (split(r[s]) for s in slots)
+        else:
+            word = bits32(r[slots[0]])
+            high, low = split(half_of(word, 16)), split(half_of(word, 0))
+        if form.relu:
+            high, low = _relu(high), _relu(low)
+        r[d] = to_float8_bits(low, kind) | to_float8_bits(high, kind) << 8
+
+    return run
+
+
+def _from_float8(c: Decoder, ins: Instruction, d: int, form: _Form) -> Step:
+    a = c.read(ins.operands[1], 16)
+    values = float8_values(form.source.removesuffix("x2"))
+    table = to_f16_bits(_relu(values) if form.relu else values)  # every code is exact in f16
+
+    def run(warp: Any) -> None:
+        pair = BITS[16](warp.registers[a])
+        low, high = table[pair & 0xFF], table[pair >> 8]
+        if pair.__class__ is int:
+            low, high = int(low), int(high)
+        warp.registers[d] = join16(low, high)
+
+    return run
+
+
+def _float_step(ins: Instruction, c: Decoder, source: str, function: Convert) -> Step:
     width, read = _read_float(source)
     a, d = c.read(ins.operands[1], width), c.write(ins.operands[0])
 
     def run(warp: Any) -> None:
-        value = read(warp.registers[a])
-        if relu:
-            value = np.where(value > 0, value, F32.type(0)).astype(F32)[()]
-        warp.registers[d] = function(value)
+        warp.registers[d] = function(read(warp.registers[a]))
 
     return run
 
 
-def _float_to_float(
-    ins: Instruction,
-    c: Decoder,
-    kinds: tuple[str, str],
-    rounding: str,
-    flags: tuple[bool, bool, bool],
-) -> Step:
-    out, source = kinds
-    ftz, saturate, relu = flags
+def _to_tf32(ins: Instruction, c: Decoder, form: _Form) -> Step:
+    if form.rounding not in ("rn", "rna", "rz"):
+        raise c.error(f"rounding .{form.rounding}")
+
+    def convert(value: Any) -> Any:
+        value = _relu(value) if form.relu else value
+        return from_float(to_tf32(value, form.rounding, form.finite))
+
+    return _float_step(ins, c, "f32", convert)
+
+
+def _unit_range(value: Any) -> Any:
+    """`.sat`: [0, 1], a NaN gives 0."""
+    return np.where(value > 0, np.minimum(value, value.dtype.type(1)), value.dtype.type(0))[()]
+
+
+def _float_to_float(ins: Instruction, c: Decoder, form: _Form) -> Step:
+    out, source, rounding, ftz = form.out, form.source, form.rounding, form.ftz
     integral = _INTEGER_ROUNDING.get(rounding)
+    if integral is not None and out != source:
+        raise c.error("an integer rounding needs equal types")
+    if (out, source) == ("f16", "f32") and rounding in ("rm", "rp"):
+        raise c.error(f"rounding .{rounding}")
+    mode = rounding if rounding in ("rn", "rz", "rm", "rp") else "rn"
 
     def convert(value: Any) -> Any:
         if ftz and source == "f32":
             value = flush(value)
         if integral is not None:
             value = integral(value)
-        if saturate:
-            value = np.clip(np.where(np.isnan(value), 0, value), 0, 1).astype(value.dtype)[()]
-        if out in ("f16", "bf16"):
-            narrow = to_bf16_bits if out == "bf16" else to_f16_bits
-            return narrow(value.astype(F32), "rz" if rounding == "rz" else "rn")
+        if form.saturate:
+            value = _unit_range(value)
+        if form.relu:
+            value = _relu(value)
+        if out in _NARROW:
+            single = to_odd(value) if source == "f64" else value
+            return _NARROW[out](single, mode, form.finite)
         if out == "f64":
             return from_float(value.astype(F64))
-        if source == "f64" and rounding in ("rz", "rm", "rp"):
-            from ptxsim.isa.rounding import directed
-
-            return from_float(directed(value, 0.0, value.astype(F32), rounding))
         result = value.astype(F32)
+        if source == "f64" and mode != "rn":
+            result = directed(value, 0.0, result, mode)
         return from_float(flush(result) if ftz else result)
 
-    if rounding in ("rm", "rp") and out in ("f16", "bf16"):
-        raise c.error(f"rounding .{rounding} to {out}")
-    return _float_step(ins, c, source, convert, relu)
+    return _float_step(ins, c, source, convert)
 
 
-def _float_to_int(
-    ins: Instruction, c: Decoder, kinds: tuple[str, str], rounding: str, ftz: bool
-) -> Step:
-    """Out-of-range values clamp; a NaN gives 0 (for 64-bit results too, see docs/ptxsim.md)."""
-    out, source = kinds
+def _float_to_int(ins: Instruction, c: Decoder, form: _Form) -> Step:
+    """Out-of-range values clamp; a NaN gives 0, or 1 << (n-1) with f64 or a 64-bit integer."""
+    out, source, ftz = form.out, form.source, form.ftz
+    if form.rounding not in _INTEGER_ROUNDING:
+        raise c.error("needs an integer rounding")
     bits = int(out[1:])
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if out[0] == "s" else (0, MASKS[bits])
-    to_integral = _INTEGER_ROUNDING[rounding]
-    slot = c.kernel.code[c.pc].operands[0]
-    width = getattr(slot, "width", 32)
+    to_integral = _INTEGER_ROUNDING[form.rounding]
+    of_nan = 1 << (bits - 1) if source == "f64" or bits == 64 else 0
+    if out[0] == "s" and of_nan:
+        of_nan = -of_nan
+    target = ins.operands[0]
+    width = max(16, bits, target.width if isinstance(target, Register) else 0)
+
+    def clamp(value: float) -> int:
+        if value != value:
+            return of_nan
+        return low if value <= low else high if value >= high else int(value)
 
     def convert(value: Any) -> Any:
         if ftz and source == "f32":
             value = flush(value)
         whole = to_integral(value.astype(F64))
-        lanes = [
-            0 if v != v else int(min(max(v, -1e30), 1e30)) for v in np.atleast_1d(whole).tolist()
-        ]
-        clamped = [min(max(v, low), high) & MASKS[width] for v in lanes]
+        if bits < 64 and np.ndim(whole):
+            inside = np.where(np.isnan(whole), float(of_nan), np.clip(whole, low, high))
+            return inside.astype(SIGNED[64]).astype(UNSIGNED[width])
+        clamped = [clamp(v) & MASKS[width] for v in np.atleast_1d(whole).tolist()]
         return clamped[0] if np.ndim(whole) == 0 else np.array(clamped, UNSIGNED[width])
 
-    return _float_step(ins, c, source, convert, False)
+    return _float_step(ins, c, source, convert)
 
 
-def _int_to_float(ins: Instruction, c: Decoder, kinds: tuple[str, str], rounding: str) -> Step:
-    out, source = kinds
+def _int_to_float(ins: Instruction, c: Decoder, form: _Form) -> Step:
+    out, source, rounding = form.out, form.source, form.rounding
     a, d = c.read(ins.operands[1], max(16, int(source[1:]))), c.write(ins.operands[0])
-    read = _int_reader(source, c.width(a) if source[1:] in ("8", "16") else int(source[1:]))
-    if rounding != "rn":
+    own = c.width(a) if a < len(c.kernel.registers) else int(source[1:])
+    read = _int_reader(source, own)
+    if rounding not in ("rn", "rz", "rm", "rp"):
         raise c.error(f"rounding .{rounding} from an integer")
+    if out == "f64" and rounding != "rn" and source[1:] == "64":
+        raise c.error(f"rounding .{rounding} from 64 bits to f64")
+    dtype = (SIGNED if source[0] == "s" else UNSIGNED)[64]
 
     def run(warp: Any) -> None:
-        value = read(warp.registers[a])
-        if out in ("f32", "f64"):
-            dtype = F32 if out == "f32" else F64
-            floats = np.asarray(value, SIGNED[64] if source != "u64" else UNSIGNED[64])
-            result = from_float(floats.astype(dtype)[()])
+        value = np.asarray(read(warp.registers[a]), dtype)[()]
+        if out == "f64":
+            warp.registers[d] = from_float(value.astype(F64))
+        elif out == "f32":
+            warp.registers[d] = from_float(integer_to_f32(value, rounding))
         else:
-            wide = np.asarray(value, SIGNED[64]).astype(F32)[()]
-            result = (to_bf16_bits if out == "bf16" else to_f16_bits)(wide)
-        warp.registers[d] = result
+            warp.registers[d] = _NARROW[out](integer_to_f32(value, "odd"), rounding)
 
     return run
 
@@ -238,103 +355,3 @@ def _int_to_int(ins: Instruction, c: Decoder, kinds: tuple[str, str], saturate: 
         warp.registers[d] = value.astype(narrow).astype(whole)
 
     return run
-
-
-_WINDOWS = {"shared": SHARED_BASE, "local": LOCAL_BASE, "param": PARAM_BASE, "global": 0, "const": 0}
-
-
-@instruction("cvta")
-def build_address_space(ins: Instruction, c: Decoder) -> Step:
-    """cvta{.to}.space: between a state space's own addresses and generic ones."""
-    m = Modifiers(ins)
-    back = m.flag("to")
-    name = m.choice(
-        "shared", "shared::cta", "shared::cluster", "local", "param", "global", "const",
-        "param::entry",
-    ).split("::")[0]
-    m.type("u64", "u32")
-    m.done()
-    base = _WINDOWS[name]
-    a, d = c.read(ins.operands[1], 64), c.write(ins.operands[0])
-
-    def run(warp: Any) -> None:
-        r = warp.registers
-        value = bits64(r[a])
-        if not base:
-            r[d] = value
-        elif not back:
-            r[d] = value | base if value.__class__ is int else value | np.uint64(base)
-        else:
-            first = value if value.__class__ is int else int(value[0])
-            if not first & base:
-                raise InvalidOperand(f"cvta.to.{name} of {first:#x}, which is not in that window")
-            r[d] = value & ~base if value.__class__ is int else value & np.uint64(~base & MASKS[64])
-
-    return run
-
-
-@instruction("isspacep")
-def build_is_space(ins: Instruction, c: Decoder) -> Step:
-    """isspacep.space p, a: does the generic address lie in the window?"""
-    m = Modifiers(ins)
-    name = m.choice("shared", "shared::cta", "shared::cluster", "local", "param", "global", "const")
-    m.done()
-    a, p = c.read(ins.operands[1], 64), c.write(ins.operands[0])
-    windows = np.uint64(SHARED_BASE | LOCAL_BASE | PARAM_BASE)
-
-    def run(warp: Any) -> None:
-        value = np.asarray(bits64(warp.registers[a]), np.uint64)
-        if name in ("global", "const"):
-            result = (value & windows) == 0 if name == "global" else np.zeros_like(value, bool)
-        else:
-            result = (value & np.uint64(_WINDOWS[name.split("::")[0]])) != 0
-            if name in ("shared", "shared::cta"):
-                rank = (value & np.uint64(0xFFFFFFFF)) >> np.uint64(RANK_SHIFT)
-                result = result & (rank == warp.cta.rank)
-        warp.registers[p] = result if result.ndim else bool(result)
-
-    return run
-
-
-@instruction("mapa")
-def build_map_address(ins: Instruction, c: Decoder) -> Step:
-    """mapa{.shared::cluster} d, a, rank: the same offset in another CTA of the cluster."""
-    m = Modifiers(ins)
-    shared = m.flag("shared::cluster")
-    kind = m.type("u32", "u64")
-    m.done()
-    a, rank = c.read(ins.operands[1], int(kind[1:])), c.read(ins.operands[2], 32)
-    d = c.write(ins.operands[0])
-
-    def run(warp: Any) -> None:
-        r = warp.registers
-        address = (bits32 if kind == "u32" else bits64)(r[a])
-        number = bits32(r[rank])
-        largest = number if number.__class__ is int else int(number.max())
-        if largest >= len(warp.cta.cluster.ctas):
-            raise InvalidOperand(f"mapa to rank {largest} of {len(warp.cta.cluster.ctas)} CTAs")
-        keep = OFFSET_MASK | (0 if shared else SHARED_BASE)
-        if number.__class__ is not int:
-            number = number.astype(UNSIGNED[int(kind[1:])])
-        r[d] = (address & keep) | number << RANK_SHIFT
-
-    return run
-
-
-@instruction("getctarank")
-def build_rank_of(ins: Instruction, c: Decoder) -> Step:
-    """getctarank: the rank in the cluster that a shared address belongs to."""
-    m = Modifiers(ins)
-    m.flag("shared::cluster")
-    kind = m.type("u32", "u64")
-    m.done()
-    a, d = c.read(ins.operands[1], int(kind[1:])), c.write(ins.operands[0])
-
-    def run(warp: Any) -> None:
-        value = bits64(warp.registers[a]) if kind == "u64" else bits32(warp.registers[a])
-        rank = (value & 0xFFFFFFFF) >> RANK_SHIFT
-        warp.registers[d] = rank if rank.__class__ is int else rank.astype(UNSIGNED[32])
-
-    return run
-
-

@@ -1,7 +1,8 @@
-"""Floating-point arithmetic.  PTX ISA 9.7.3 (f32, f64), 9.7.4 (f16, bf16), 9.7.5 (approximations).
+"""Floating-point arithmetic.  PTX ISA: Floating Point and Half Precision Instructions.
 
 The approximate instructions return the correctly rounded value: it lies within every error bound
-that the ISA documents, though a chip's last bits may differ.  An `add` and a `mul` without `.rn`
+that the ISA documents, though a chip's last bits may differ.  NaN results are NaNs, with no promise
+about their payload where the ISA makes none.  An `add` and a `mul` without `.rn`
 may be fused by a chip's assembler; here they are two rounded operations.
 """
 
@@ -14,9 +15,30 @@ import numpy as np
 
 from ptxsim.decode import Decoder, Modifiers, Step, instruction
 from ptxsim.isa import integer
-from ptxsim.isa.rounding import flush, round_sum, to_bf16_bits, to_f16_bits, wide
+from ptxsim.isa.rounding import (
+    SMALLEST_NORMAL,
+    directed,
+    flush,
+    round_sum,
+    to_bf16_bits,
+    to_f16_bits,
+    wide,
+)
 from ptxsim.ptx import Instruction
-from ptxsim.values import F32, F64, Pair, bf16, bits32, f16, f32, f64, from_float, halves
+from ptxsim.values import (
+    BITS,
+    F32,
+    F64,
+    MASKS,
+    Pair,
+    bf16,
+    bits32,
+    f16,
+    f32,
+    f64,
+    from_float,
+    halves,
+)
 
 FLOAT_TYPES = ("f32", "f64", "f16", "bf16", "f16x2", "bf16x2", "f32x2")
 ROUNDINGS = ("rn", "rz", "rm", "rp")
@@ -44,25 +66,17 @@ def lanewise(
     """d = function(sources...) in a float type; the packed types apply it to both halves.
 
     `function` works on float32 (float64 for f64) lanes or scalars and rounds to float32 itself;
-    16-bit types are rounded once more from there, which for +, -, *, fma of 16-bit operands equals
-    a single rounding because float32 holds 2p+2 bits of their precision p.
+    16-bit types are rounded once more from there.  For +, -, * that equals a single rounding, since
+    float32 holds 2p+2 bits of their precision p; fma rounds to odd first (see rounding.py).
     """
     if kind in ("f16x2", "bf16x2"):
-        return _packed16(c, ins, kind, function)
+        return _packed16(c, ins, kind, function, ftz)
     if kind == "f32x2":
         return _packed32(c, ins, function, ftz)
     width = {"f64": 64, "f32": 32}.get(kind, 16)
     slots = [c.read(o, width) for o in ins.operands[1:]]
     d = c.write(ins.operands[0])
-    read, write = read_narrow(kind), write_narrow(kind)
-    if ftz:
-        plain_read = read
-
-        def read(value: Any) -> Any:
-            return flush(plain_read(value))
-
-        def write(value: Any) -> Any:
-            return from_float(flush(value))
+    read, write = _accessors(kind, ftz)
 
     if len(slots) == 2:
         a, b = slots
@@ -80,6 +94,23 @@ def lanewise(
     return run
 
 
+def _accessors(kind: str, ftz: bool) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """How a scalar type is read and written; `.ftz` flushes what is read and what is written."""
+    read, write = read_narrow(kind), write_narrow(kind)
+    if not ftz:
+        return read, write
+    if kind == "f16":  # rounded first: the result may only become subnormal, or normal, by that
+        return lambda value: flush(read(value), kind), lambda value: _flush16(write(value))
+    return lambda value: flush(read(value)), lambda value: write(flush(value))
+
+
+def _flush16(bits: Any) -> Any:
+    """float16 bits without subnormals."""
+    if bits.__class__ is int:
+        return bits if bits & 0x7C00 else bits & 0x8000
+    return np.where(bits & np.uint16(0x7C00), bits, bits & np.uint16(0x8000))
+
+
 def _packed32(c: Decoder, ins: Instruction, function: Lanewise, ftz: bool) -> Step:
     slots = [c.read(o, 64) for o in ins.operands[1:]]
     d = c.write(ins.operands[0])
@@ -95,23 +126,23 @@ def _packed32(c: Decoder, ins: Instruction, function: Lanewise, ftz: bool) -> St
     return run
 
 
-def _packed16(c: Decoder, ins: Instruction, kind: str, function: Lanewise) -> Step:
+def _packed16(c: Decoder, ins: Instruction, kind: str, function: Lanewise, ftz: bool) -> Step:
     slots = [c.read(o, 32) for o in ins.operands[1:]]
     d = c.write(ins.operands[0])
-    narrow = kind.removesuffix("x2")
-    read, write = read_narrow(narrow), write_narrow(narrow)
+    read, write = _accessors(kind.removesuffix("x2"), ftz)
 
     def run(warp: Any) -> None:
         r = warp.registers
         words = [bits32(r[s]) for s in slots]
-        lo = write(function(*[read(_half(w, 0)) for w in words]))
-        hi = write(function(*[read(_half(w, 16)) for w in words]))
+        lo = write(function(*[read(half_of(w, 0)) for w in words]))
+        hi = write(function(*[read(half_of(w, 16)) for w in words]))
         r[d] = join16(lo, hi)
 
     return run
 
 
-def _half(word: Any, shift: int) -> Any:
+def half_of(word: Any, shift: int) -> Any:
+    """The 16 bits of a 32-bit word from bit `shift` on."""
     if word.__class__ is int:
         return word >> shift & 0xFFFF
     return (word >> shift).astype(np.uint16)
@@ -128,13 +159,17 @@ def join16(lo: Any, hi: Any) -> Any:
 
 def _rounded(name: str, mode: str) -> Lanewise:
     """add, sub, mul, fma in float32 with one rounding in `mode`."""
-    zero = np.float64(0)
     if name == "fma":
         return lambda a, b, z: round_sum(wide(a) * wide(b), wide(z), mode)
     if mode == "rn":
         return {"add": np.add, "sub": np.subtract, "mul": np.multiply}[name]
     if name == "mul":  # exact in float64
-        return lambda a, b: round_sum(wide(a) * wide(b), zero, mode)
+
+        def multiply(a: Any, b: Any) -> Any:
+            product = wide(a) * wide(b)
+            return directed(product, 0.0, product.astype(F32), mode)
+
+        return multiply
     sign = 1 if name == "add" else -1
     return lambda a, b: round_sum(wide(a), sign * wide(b), mode)
 
@@ -180,21 +215,32 @@ def build_arithmetic(ins: Instruction, c: Decoder) -> Step:
     ftz = m.flag("ftz")
     saturate, relu = m.flag("sat"), m.flag("relu")
     m.done()
+    narrow = kind.removesuffix("x2") in ("f16", "bf16")
     if kind == "f64":
-        if mode != "rn":
-            raise m.unsupported(f".{mode} on f64")
+        if mode != "rn" or ftz or saturate or relu:
+            raise m.unsupported("f64 with a modifier other than .rn")
         return lanewise(c, ins, kind, _double(name))
-    function = _rounded(name, mode)
+    if narrow and mode != "rn":
+        raise m.unsupported(f".{mode} on {kind}")
+    if (relu and not (narrow and name == "fma")) or (ftz and kind.startswith("bf16")):
+        raise m.unsupported("this modifier with this type")
+    function = _rounded(name, "odd" if narrow and name == "fma" else mode)
     if saturate or relu:
-        inner = function
-
-        def function(*args: Any) -> Any:
-            value = np.maximum(inner(*args), F32.type(0))
-            if saturate:
-                value = np.minimum(np.where(np.isnan(value), F32.type(0), value), F32.type(1))
-            return F32.type(value) if np.ndim(value) == 0 else value.astype(F32)
-
+        function = _clamped(function, saturate)
     return lanewise(c, ins, kind, function, ftz)
+
+
+def _clamped(function: Lanewise, saturate: bool) -> Lanewise:
+    """`.relu`: negative results become 0; `.sat`: also those above 1 become 1, and a NaN 0."""
+
+    def run(*args: Any) -> Any:
+        value = function(*args)
+        value = np.where(value <= 0, F32.type(0), value)
+        if saturate:
+            value = np.where(np.isnan(value), F32.type(0), np.minimum(value, F32.type(1)))
+        return value[()]
+
+    return run
 
 
 def _min_max(largest: bool, propagate_nan: bool, magnitude: bool) -> Lanewise:
@@ -210,13 +256,12 @@ def _min_max(largest: bool, propagate_nan: bool, magnitude: bool) -> Lanewise:
         zeros = (a == 0) & (b == 0)
         if np.any(zeros):  # -0 < +0
             negative = (np.signbit(a) & np.signbit(b)) if largest else np.signbit(a) | np.signbit(b)
-            zero = np.where(negative, F32.type(-0.0), F32.type(0.0))
-            value = np.where(zeros, zero, value)[()]
+            value = np.where(zeros, np.where(negative, -np.abs(a), np.abs(a)), value)[()]
         nan = np.isnan(value)
-        if np.any(nan):
-            value = np.where(nan, CANONICAL_NAN, value)[()]
         if sign is not None:
             value = np.where(sign, -np.abs(value), np.abs(value))[()]
+        if np.any(nan) and value.dtype is F32:
+            value = np.where(nan, CANONICAL_NAN, value)[()]
         return value
 
     def many(*args: Any) -> Any:
@@ -235,10 +280,12 @@ def build_float_min_max(ins: Instruction, c: Decoder) -> Step:
     if magnitude:
         m.choice("abs")
     m.done()
-    function = _min_max(ins.op == "max", nan, magnitude)
-    if kind == "f64":
-        function = np.fmax if ins.op == "max" else np.fmin
-    return lanewise(c, ins, kind, function, ftz and kind == "f32")
+    if kind == "f32x2" or len(ins.operands) not in ((3, 4) if kind == "f32" else (3,)):
+        raise m.unsupported(f"{len(ins.operands) - 1} sources")
+    return lanewise(c, ins, kind, _min_max(ins.op == "max", nan, magnitude), ftz)
+
+
+_SIGN_BITS = {"f16": 0x8000, "bf16": 0x8000, "f16x2": 0x80008000, "bf16x2": 0x80008000}
 
 
 def build_float_sign(ins: Instruction, c: Decoder) -> Step:
@@ -247,7 +294,27 @@ def build_float_sign(ins: Instruction, c: Decoder) -> Step:
     kind = m.type(*FLOAT_TYPES)
     ftz = m.flag("ftz")
     m.done()
-    return lanewise(c, ins, kind, np.abs if ins.op == "abs" else np.negative, ftz and kind == "f32")
+    if kind in _SIGN_BITS and not ftz:
+        return _sign_by_bits(c, ins, kind)
+    return lanewise(c, ins, kind, np.abs if ins.op == "abs" else np.negative, ftz)
+
+
+def _sign_by_bits(c: Decoder, ins: Instruction, kind: str) -> Step:
+    width = 32 if kind.endswith("x2") else 16
+    view, sign = BITS[width], _SIGN_BITS[kind]
+    keep = MASKS[width] ^ sign
+    a, d = c.read(ins.operands[1], width), c.write(ins.operands[0])
+    if ins.op == "abs":
+
+        def absolute(warp: Any) -> None:
+            warp.registers[d] = view(warp.registers[a]) & keep
+
+        return absolute
+
+    def negate(warp: Any) -> None:
+        warp.registers[d] = view(warp.registers[a]) ^ sign
+
+    return negate
 
 
 @instruction("copysign")
@@ -286,18 +353,29 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+# Rounding of the exact forms beside .approx, and the types that have an approximation.
+_EXACT = ("rcp", "sqrt")
+_NARROW_FUNCTIONS = ("ex2", "tanh")
+
+
 @instruction(*_FUNCTIONS)
 def build_function(ins: Instruction, c: Decoder) -> Step:
     """ex2, lg2, rcp, sqrt, rsqrt, sin, cos, tanh: the correctly rounded value."""
     m = Modifiers(ins)
     kind = m.type(*FLOAT_TYPES)
-    m.choice("approx", "rn", default="approx")
+    exact = m.flag("rn")
+    if not exact:
+        m.choice("approx")
     ftz = m.flag("ftz")
     m.done()
-    function = _FUNCTIONS[ins.op]
+    function, narrow = _FUNCTIONS[ins.op], kind.removesuffix("x2") in ("f16", "bf16")
+    if (exact and ins.op not in _EXACT) or (narrow and ins.op not in _NARROW_FUNCTIONS):
+        raise m.unsupported(f"{ins.op} of this kind on {kind}")
     if kind == "f64":
+        if not exact or ftz:
+            raise m.unsupported("an approximation of f64")
         return lanewise(c, ins, kind, function)
-    return lanewise(c, ins, kind, _unary(function), ftz and kind == "f32")
+    return lanewise(c, ins, kind, _unary(function), ftz and not kind.startswith("bf16"))
 
 
 @instruction("testp")
@@ -307,7 +385,7 @@ def build_testp(ins: Instruction, c: Decoder) -> Step:
     kind = m.type("f32", "f64")
     what = m.choice("finite", "infinite", "number", "notanumber", "normal", "subnormal")
     m.done()
-    tiny = SMALLEST[kind]
+    tiny = SMALLEST_NORMAL[kind]
     tests: dict[str, Callable[[Any], Any]] = {
         "finite": np.isfinite,
         "infinite": np.isinf,
@@ -324,7 +402,3 @@ def build_testp(ins: Instruction, c: Decoder) -> Step:
         warp.registers[d] = value if np.ndim(value) else bool(value)
 
     return run
-
-
-SMALLEST = {"f32": 2.0**-126, "f64": 2.0**-1022}
-
