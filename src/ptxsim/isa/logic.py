@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from ptxsim.decode import Decoder, Modifiers, Step, instruction
-from ptxsim.isa.floating import read_narrow
+from ptxsim.isa.floating import half_of, read_narrow
 from ptxsim.isa.integer import INTEGER_TYPES, view_of, width_of
+from ptxsim.isa.rounding import flush
 from ptxsim.ptx import Instruction
 from ptxsim.values import BITS, MASKS, SIGNED, UNSIGNED, bits32, lanes, signed
 
@@ -152,32 +153,30 @@ def build_compare(ins: Instruction, c: Decoder) -> Step:
     m = Modifiers(ins)
     name = m.choice(*_COMPARE, *_UNORDERED, "num", "nan")
     combine = m.choice("and", "or", "xor", default="none")
-    m.flag("ftz")
+    ftz = m.flag("ftz")
     out_kind = m.type("u32", "s32", "f32") if ins.op == "set" else "pred"
-    kind = m.type(*INTEGER_TYPES, "f32", "f64", "f16", "bf16")
+    kind = m.type(*INTEGER_TYPES, *_FLOATS, "f16x2", "bf16x2")
     m.done()
-    is_float = kind in ("f32", "f64", "f16", "bf16")
-    width = {"f32": 32, "f64": 64}.get(kind, 16) if is_float else width_of(kind)
-    view = read_narrow(kind) if is_float else view_of(kind)
-    compare = comparison(name, is_float)
+    _check_comparison(m, name, kind, ftz)
+    view = _operand_view(kind, ftz)
+    compare = comparison(name, kind in _FLOATS or kind.endswith("x2"))
+    width = _WIDTHS.get(kind) or width_of(kind)
     a, b = c.read(ins.operands[1], width), c.read(ins.operands[2], width)
     p, q = c.pair(ins.operands[0])
     extra = c.predicate(ins.operands[3]) if combine != "none" else None
     mix = _LOGIC.get(combine)
+    if kind.endswith("x2"):
+        if ins.op == "set" or q is None:
+            raise m.unsupported("two halves need setp with p|q")
+        return _compare_halves(compare, view, (a, b), (p, q), (extra, mix))
     true_word = 0x3F800000 if out_kind == "f32" else 0xFFFFFFFF
 
     def run(warp: Any) -> None:
         r = warp.registers
-        result = compare(view(r[a]), view(r[b]))
-        if result.__class__ is not bool and not np.ndim(result):
-            result = bool(result)
-        inverse = None
-        if q is not None:
-            inverse = not result if result.__class__ is bool else ~result
+        result = _plain(compare(view(r[a]), view(r[b])))
+        inverse = None if q is None else _negate(result)
         if extra is not None and mix is not None:
-            other = r[extra[0]]
-            if extra[1]:
-                other = not other if other.__class__ is bool else ~other
+            other = _negate(r[extra[0]]) if extra[1] else r[extra[0]]
             result = mix(result, other)
             inverse = mix(inverse, other) if q is not None else None
         if q is not None:
@@ -188,6 +187,59 @@ def build_compare(ins: Instruction, c: Decoder) -> Step:
             r[p] = true_word if result else 0
         else:
             r[p] = np.where(result, np.uint32(true_word), np.uint32(0))
+
+    return run
+
+
+_FLOATS = ("f32", "f64", "f16", "bf16")
+_WIDTHS = {"f32": 32, "f64": 64, "f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32}
+
+
+def _check_comparison(m: Modifiers, name: str, kind: str, ftz: bool) -> None:
+    """Operators that the type does not have."""
+    is_float = kind in _WIDTHS
+    unsigned_only = ("lo", "ls", "hi", "hs")
+    if (
+        (name in (*_UNORDERED, "num", "nan") and not is_float)
+        or (name in unsigned_only and kind[0] != "u")
+        or (kind[0] == "b" and not is_float and name not in ("eq", "ne"))
+        or (ftz and kind not in ("f32", "f16", "f16x2"))
+    ):
+        raise m.unsupported(f"this comparison of .{kind}")
+
+
+def _operand_view(kind: str, ftz: bool) -> Callable[[Any], Any]:
+    """How an operand is read; `.ftz` flushes it."""
+    scalar = kind.removesuffix("x2")
+    if scalar not in _FLOATS:
+        return view_of(kind)
+    read = read_narrow(scalar)
+    return (lambda value: flush(read(value), scalar)) if ftz else read
+
+
+def _plain(result: Any) -> Any:
+    """A NumPy boolean scalar as bool."""
+    return result if result.__class__ is bool or np.ndim(result) else bool(result)
+
+
+def _negate(value: Any) -> Any:
+    return not value if value.__class__ is bool else ~value
+
+
+def _compare_halves(
+    compare: Any, view: Any, sources: tuple[int, int], targets: tuple[int, int], mixing: Any
+) -> Step:
+    """setp of f16x2 or bf16x2: p compares the low halves, q the high ones."""
+    extra, mix = mixing
+
+    def run(warp: Any) -> None:
+        r = warp.registers
+        x, y = (bits32(r[s]) for s in sources)
+        for slot, shift in zip(targets, (0, 16), strict=True):
+            result = _plain(compare(view(half_of(x, shift)), view(half_of(y, shift))))
+            if extra is not None:
+                result = mix(result, _negate(r[extra[0]]) if extra[1] else r[extra[0]])
+            r[slot] = result
 
     return run
 
