@@ -286,7 +286,7 @@ def _float_lanes(value: Any) -> Any:
 def build_sign_select(ins: Instruction, c: Decoder) -> Step:
     """slct d, a, b, c: c >= 0 ? a : b (a NaN selects b)."""
     m = Modifiers(ins)
-    m.flag("ftz")
+    ftz = m.flag("ftz")
     kind = m.type(*INTEGER_TYPES, "f32", "f64")
     test = m.type("s32", "f32") if len(m.left) else "s32"
     m.done()
@@ -297,7 +297,7 @@ def build_sign_select(ins: Instruction, c: Decoder) -> Step:
     def run(warp: Any) -> None:
         r = warp.registers
         value = signed(r[t], 32) if test == "s32" else read_narrow("f32")(r[t])
-        condition = value >= 0
+        condition = (flush(value) if ftz else value) >= 0
         if np.ndim(condition) == 0:
             r[d] = r[a] if condition else r[b]
         else:

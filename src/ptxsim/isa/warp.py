@@ -1,4 +1,4 @@
-"""Warp-wide communication.  PTX ISA 9.7.9.6 (shfl), 9.7.13 (vote, match, redux, elect, activemask)."""
+"""Warp-wide communication.  PTX ISA: shfl, vote, match, redux, elect, activemask, bar.warp.sync."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def gather_lanes(warp: Any, members: int) -> bool:
     if wanted & ~active == 0:
         return True
     group = warp.group
-    if group.mask is not None and mask_bits(group.mask) != active:
+    if mask_bits(group.mask) != active:
         raise DivergenceError(
-            f"a warp-wide instruction for lanes {wanted:#010x} runs under a guard for {active:#010x}"
+            f"a warp-wide instruction for lanes {wanted:#010x} has a guard that holds in "
+            f"{active:#010x} only"
         )
     for other in [g for g in warp.groups if g is not group]:
         if other.pc == group.pc and other.meets == group.meets and other.wait is not None:
@@ -93,7 +94,7 @@ def build_elect(ins: Instruction, c: Decoder) -> Step:
     return run
 
 
-_LEADERS = [LANE_IDS == lane for lane in range(LANES)]
+_LEADERS = [lane == LANE_IDS for lane in range(LANES)]
 
 
 def _source_lanes(mode: str, b: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -155,7 +156,7 @@ def build_shuffle(ins: Instruction, c: Decoder) -> Step:
                 )
         if value.__class__ is int:
             r[d] = value
-        elif mode == "idx" and bound == 31 and index.__class__ is int:
+        elif mode == "idx" and key[1] == 31:
             r[d] = int(value[index & 31])
         else:
             r[d] = r[a][source] if r[a].__class__ is np.ndarray else value[source]
@@ -274,9 +275,14 @@ def build_reduce(ins: Instruction, c: Decoder) -> Step:
         if kind == "f32":
             floats = words.view(np.float32)
             floats = np.abs(floats) if absolute else floats
-            pick = {("min", False): np.fmin, ("max", False): np.fmax, ("min", True): np.minimum,
-                    ("max", True): np.maximum}[name, nan]
-            warp.registers[d] = int(np.asarray(pick.reduce(floats)).view(U32))
+            pick = {
+                ("min", False): np.fmin,
+                ("max", False): np.fmax,
+                ("min", True): np.minimum,
+                ("max", True): np.maximum,
+            }[name, nan]
+            result = pick.reduce(floats)
+            warp.registers[d] = 0x7FFFFFFF if np.isnan(result) else int(result.view(U32))
             return None
         values = words.view(np.int32) if kind == "s32" else words
         warp.registers[d] = integer[name](values) & MASKS[32]
@@ -295,5 +301,3 @@ def build_warp_barrier(ins: Instruction, c: Decoder) -> Step:
         return None if gather_lanes(warp, members(warp)) else AGAIN
 
     return run
-
-
