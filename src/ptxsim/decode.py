@@ -341,16 +341,19 @@ class Program:
     meets: dict[int, int]
     live: list[int]
     lines: list[str]
+    _fresh: list[Any] = field(default_factory=list)
 
     def initial_registers(self) -> list[Any]:
         """Register file of a fresh warp, without specials and shared symbols."""
-        registers: list[Any] = [0] * self.decoder.registers
-        for slot, width in self.decoder.widths.items():
-            if width == 1:
-                registers[slot] = False
-        for slot, value in self.decoder.constants.items():
-            registers[slot] = value
-        return registers
+        if not self._fresh:
+            registers: list[Any] = [0] * self.decoder.registers
+            for slot, width in self.decoder.widths.items():
+                if width == 1:
+                    registers[slot] = False
+            for slot, value in self.decoder.constants.items():
+                registers[slot] = value
+            self._fresh = registers
+        return list(self._fresh)
 
 
 # Opcodes whose guard splits the warp rather than masking a write.
@@ -380,13 +383,7 @@ def decode(module: PtxModule, kernel: Kernel, global_addresses: dict[str, int]) 
         if ins.op in ("ret", "exit") and conditional:
             targets = (end,)
         falls = not is_jump or conditional
-        flows.append(
-            Flow(tuple(decoder.uses), tuple(decoder.defs), targets, falls, conditional)
-        )
+        flows.append(Flow(tuple(decoder.uses), tuple(decoder.defs), targets, falls, conditional))
         steps.append(step)
         defs.append(written)
-    return Program(
-        kernel, decoder, steps, defs, reconvergence(flows), live_at(flows), module.lines
-    )
-
-
+    return Program(kernel, decoder, steps, defs, reconvergence(flows), live_at(flows), module.lines)

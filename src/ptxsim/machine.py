@@ -52,9 +52,16 @@ class Machine:
     options: Options
     param_views: dict[int, np.ndarray] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    waiting: list[Shape] = field(
+        default_factory=list
+    )  # first CTAs of clusters not started, last first
     steps: int = 0
     progress: int = 0  # barrier arrivals, operations issued and finished, exits
     stores: int = 0  # memory writes: they keep a spin from being called a livelock
+
+    def take_cluster(self) -> Shape | None:
+        """The first CTA of the next cluster to start (or to cancel); None if all have started."""
+        return self.waiting.pop() if self.waiting else None
 
     def suspect(self, error: SimulationError) -> None:
         """A rule that shipping code is known to break: an error if strict, else a warning."""

@@ -27,20 +27,20 @@ class Scheduler:
         self.random = random.Random(machine.options.seed)
         self.lazy = machine.options.seed == 0
         self.eagerness = 0.0 if self.lazy else self.random.choice((0.02, 0.2, 0.7))
-        self.waiting: list[tuple[int, int, int]] = []
         self.active: list[Cluster] = []
 
     def run(self, first_ctas: list[tuple[int, int, int]]) -> None:
         """Run the clusters that begin at these CTA ids."""
-        self.waiting = list(reversed(first_ctas))
+        self.machine.waiting = list(reversed(first_ctas))
         with np.errstate(all="ignore"):
-            while self.waiting or self.active:
-                if not self.active:
-                    self._admit()
+            while self._admit():
                 self._run_active()
 
-    def _admit(self) -> None:
-        self.active.append(Cluster(self.machine, self.waiting.pop()))
+    def _admit(self) -> bool:
+        first = self.machine.take_cluster()
+        if first is not None:
+            self.active.append(Cluster(self.machine, first))
+        return first is not None
 
     def _groups(self) -> list[LaneGroup]:
         return [
@@ -95,8 +95,7 @@ class Scheduler:
                 group.timed_out = True
                 group.wait = None
                 return True
-        if self.waiting:
-            self._admit()
+        if self._admit():
             return True
         self._retire()
         if not self.active:
@@ -105,8 +104,7 @@ class Scheduler:
 
     def _livelock(self, group: LaneGroup) -> None:
         """A spin on memory may wait for a cluster that has not started yet."""
-        if self.waiting:
-            self._admit()
+        if self._admit():
             return
         raise self._located(
             Deadlock(
@@ -129,8 +127,9 @@ class Scheduler:
         for op in [*cluster.loose, *(op for queue in cluster.queues.values() for op in queue)]:
             if op.name == "commit":
                 continue  # an arrival nobody waits for harms nobody
-            error = AsyncHazard(f"the kernel ended before {op.name} of this line was waited for",
-                                line=op.line)
+            error = AsyncHazard(
+                f"the kernel ended before {op.name} of this line was waited for", line=op.line
+            )
             error.warp, error.cta = op.warp.index, op.warp.cta.ctaid
             raise error
         for cta in cluster.ctas:

@@ -6,6 +6,7 @@ A register of a warp holds one of
 * an array of 32 lanes whose dtype has the register's width, in whatever interpretation its writer
   produced (`float32`, `uint32`, `int32`, ...): readers take the view they need, most often for free;
 * a `Pair` for 64-bit registers: two 32-bit halves, as packed-float code and register moves make them;
+  a 128-bit register is always a `Pair`, of 64-bit halves;
 * for predicates a `bool` or a boolean array of 32 lanes.
 
 Values are never changed in place, so a move is an assignment and a divergent write is a merge.
@@ -174,8 +175,10 @@ def merge(mask: np.ndarray, old: Value, new: Value, width: int) -> Value:
     kind = new.__class__
     if (kind is int or kind is bool) and old.__class__ is kind and old == new:
         return new
-    if kind is Pair and old.__class__ is Pair:
-        return Pair(merge(mask, old.lo, new.lo, 32), merge(mask, old.hi, new.hi, 32))
+    if kind is Pair and (old.__class__ is Pair or width == 128):
+        half = width // 2
+        lo, hi = old if old.__class__ is Pair else (0, 0)  # a 128-bit register never written
+        return Pair(merge(mask, lo, new.lo, half), merge(mask, hi, new.hi, half))
     if kind is np.ndarray and new.dtype.kind == "f":
         # Keep the float view, so that float code does not convert back and forth.
         return np.where(mask, new, lanes(old, width).view(new.dtype))

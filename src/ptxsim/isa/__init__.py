@@ -12,6 +12,7 @@
 | `warp.py` | elect, shfl, vote, match, redux |
 | `sync.py` | bar, barrier, mbarrier, fence |
 | `async_copy.py`, `tensor_copy.py` | cp.async, bulk copies; tensor copies |
+| `cluster_launch.py` | clusterlaunchcontrol |
 | `matrix.py` | matrix descriptors, shared by the two below |
 | `tcgen05.py`, `wgmma.py`, `mma.py` | matrix instructions of sm_100, sm_90, and of warps |
 """
@@ -21,6 +22,7 @@ from ptxsim.isa import (
     async_copy,
     atomic,
     bits,
+    cluster_launch,
     control,
     convert,
     floating,
@@ -40,6 +42,7 @@ __all__ = [
     "async_copy",
     "atomic",
     "bits",
+    "cluster_launch",
     "control",
     "convert",
     "floating",

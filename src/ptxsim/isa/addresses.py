@@ -80,9 +80,16 @@ def build_is_space(ins: Instruction, c: Decoder) -> Step:
     return run
 
 
+_RANKS = (1 << (32 - RANK_SHIFT)) - 1  # what fits above the offset in a 32-bit address
+
+
 @instruction("mapa")
 def build_map_address(ins: Instruction, c: Decoder) -> Step:
-    """mapa{.shared::cluster} d, a, rank: the same offset in another CTA of the cluster."""
+    """mapa{.shared::cluster} d, a, rank: the same offset in another CTA of the cluster.
+
+    A rank that does not exist gives an address that no access accepts: compilers compute it in all
+    lanes and use it in some.
+    """
     m = Modifiers(ins)
     shared = m.flag("shared::cluster")
     kind = m.type("u32", "u64")
@@ -93,10 +100,7 @@ def build_map_address(ins: Instruction, c: Decoder) -> Step:
     def run(warp: Any) -> None:
         r = warp.registers
         address = (bits32 if kind == "u32" else bits64)(r[a])
-        number = bits32(r[rank])
-        largest = number if number.__class__ is int else int(number.max())
-        if largest >= len(warp.cta.cluster.ctas):
-            raise InvalidOperand(f"mapa to rank {largest} of {len(warp.cta.cluster.ctas)} CTAs")
+        number = bits32(r[rank]) & _RANKS
         keep = OFFSET_MASK | (0 if shared else SHARED_BASE)
         if number.__class__ is not int:
             number = number.astype(UNSIGNED[int(kind[1:])])

@@ -27,8 +27,9 @@ def build_copy(ins: Instruction, c: Decoder) -> Step:
     m.choice("shared", "shared::cta")
     m.choice("global")
     m.done()
-    to, source = address_reader(c, ins.operands[0], "shared"), address_reader(
-        c, ins.operands[1], "global"
+    to, source = (
+        address_reader(c, ins.operands[0], "shared"),
+        address_reader(c, ins.operands[1], "global"),
     )
     size = ins.operands[2].bits  # type: ignore[union-attr]
     extra = c.read(ins.operands[3], 32) if len(ins.operands) > 3 else None
@@ -265,8 +266,9 @@ def build_bulk_to_global(ins: Instruction, c: Decoder) -> Step:
         name = m.choice(*REDUCTIONS)
         kind = m.type("u32", "s32", "b32", "u64", "s64", "b64", "f16", "bf16", "f32", "f64")
     m.done()
-    to, source = address_reader(c, ins.operands[0], "global"), address_reader(
-        c, ins.operands[1], "shared"
+    to, source = (
+        address_reader(c, ins.operands[0], "global"),
+        address_reader(c, ins.operands[1], "shared"),
     )
     count = c.read(ins.operands[2], 32)
     for operand in ins.operands[3:]:
@@ -308,12 +310,11 @@ def build_bulk_prefetch(ins: Instruction, c: Decoder) -> Step:
     m.ignore_cache_hints()
     m.flag("tensor")
     m.flag("1d", "2d", "3d", "4d", "5d")
-    m.flag("global")
+    m.choice("L2")
+    m.choice("global")
     m.flag("tile")
     m.done()
     for operand in ins.operands:
         if isinstance(operand, Memory):
             c.address(operand)
     return lambda warp: None
-
-

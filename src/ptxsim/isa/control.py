@@ -80,6 +80,13 @@ def _pack(c: Decoder, target: Any, source: Vector, kind: str) -> Step:
             warp.registers[d] = lo32 | hi32 << 32 if both_int else Pair(lo32, hi32)
 
         return four
+    if kind == "b128" and len(slots) == 2:
+        lo, hi = slots
+
+        def quad(warp: Any) -> None:
+            warp.registers[d] = Pair(warp.registers[lo], warp.registers[hi])
+
+        return quad
     raise c.error("this packing")
 
 
@@ -100,6 +107,14 @@ def _unpack(c: Decoder, target: Vector, source: Any, kind: str) -> Step:
             r[lo], r[hi] = halves(r[a])
 
         return pair
+    if kind == "b128" and len(slots) == 2:
+        lo, hi = slots
+
+        def quad(warp: Any) -> None:
+            r = warp.registers
+            r[lo], r[hi] = r[a]
+
+        return quad
     if kind in ("b32", "b64") and width // len(slots) == 16:
 
         def words(warp: Any) -> None:
@@ -260,5 +275,3 @@ def build_no_operation(ins: Instruction, c: Decoder) -> Step:
         if not hasattr(operand, "base"):
             c.read(operand, 32)
     return lambda warp: None
-
-
