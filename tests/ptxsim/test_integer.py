@@ -76,6 +76,28 @@ def test_relu_clamps_the_result_at_zero(op: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["add", "min", "max", "max.relu"])
+@pytest.mark.parametrize("kind", ["u16x2", "s16x2"])
+def test_packed_16_bit_integers(kind: str, name: str) -> None:
+    if name == "max.relu" and kind == "u16x2":
+        kind = "s16x2"
+    functions = {
+        "add": lambda a, b: a + b,
+        "min": min,
+        "max": max,
+        "max.relu": lambda a, b: max(a, b, 0),
+    }
+
+    def packed(a: int, b: int) -> int:
+        out = 0
+        for shift in (0, 16):
+            x, y = (reading(v >> shift & 0xFFFF, f"{kind[0]}16") for v in (a, b))
+            out |= (functions[name](x, y) & 0xFFFF) << shift
+        return out
+
+    check(f"{name}.{kind} %d0, %a0, %a1;", operands("u32", 2), "u4", packed)
+
+
 @pytest.mark.parametrize("kind", ALL)
 def test_mul_hi_is_the_upper_half(kind: str) -> None:
     check(

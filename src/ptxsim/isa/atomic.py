@@ -1,4 +1,4 @@
-"""atom, red and the arithmetic of reductions.  PTX ISA 9.7.13.5 (atom), 9.7.13.7 (red)."""
+"""atom, red and the arithmetic of reductions.  PTX ISA: atom, red."""
 
 from __future__ import annotations
 
@@ -12,12 +12,26 @@ from ptxsim.decode import Decoder, Modifiers, Step, instruction
 from ptxsim.isa.loadstore import SPACES, address_reader
 from ptxsim.isa.rounding import to_bf16_bits, to_f16_bits
 from ptxsim.ptx import TYPE_BYTES, Instruction
-from ptxsim.values import LANES, U16, U32, bits32, bits64, lanes
+from ptxsim.values import LANES, U32, bits32, bits64, lanes
 
 REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
-_TYPES = (
-    "b16", "b32", "u32", "s32", "b64", "u64", "s64", "f16", "bf16", "f16x2", "bf16x2", "f32", "f64",
-)  # fmt: skip
+_HALVES = ("f16", "bf16", "f16x2", "bf16x2")
+_INTEGERS = ("u32", "s32", "u64", "s64")
+# Types of each operation on scalars; floats of 16 bits need .noftz.
+_TYPES = {
+    "add": ("u32", "s32", "u64", "f32", "f64", *_HALVES),
+    "min": _INTEGERS,
+    "max": _INTEGERS,
+    "inc": ("u32",),
+    "dec": ("u32",),
+    "and": ("b32", "b64"),
+    "or": ("b32", "b64"),
+    "xor": ("b32", "b64"),
+    "exch": ("b32", "b64"),
+    "cas": ("b16", "b32", "b64"),
+}
+# Types and lengths of vectors, for add; halves have min and max too.  Global memory only.
+_VECTORS = {"v2": ("f32", *_HALVES), "v4": ("f32", *_HALVES), "v8": ("f16", "bf16")}
 _ORDER = ("relaxed", "acquire", "release", "acq_rel")
 
 
@@ -33,6 +47,7 @@ def _f16_sum(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 def _float_extreme(function: Any, kind: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     if kind == "bf16":
+
         def pick(old: np.ndarray, new: np.ndarray) -> np.ndarray:
             wide = [(v.astype(U32) << 16).view(np.float32) for v in (old, new)]
             return to_bf16_bits(function(*wide))  # type: ignore[no-any-return]
@@ -78,6 +93,20 @@ def reduce_into(target: np.ndarray, data: np.ndarray, name: str, kind: str) -> N
     target[:] = np.ascontiguousarray(result).view(np.uint8)
 
 
+def _check_form(m: Modifiers, form: tuple[str, str, str, str], no_flush: bool) -> None:
+    """Combinations of operation, type, vector length and space that exist."""
+    op, name, kind, length = form
+    if length == "v1":
+        known = kind in _TYPES[name] and not (op == "red" and name in ("exch", "cas"))
+    else:
+        names = ("add", "min", "max") if kind in _HALVES else ("add",)
+        known = kind in _VECTORS[length] and name in names
+    if not known:
+        raise m.unsupported(f".{name} on .{kind}" + ("" if length == "v1" else f" {length}"))
+    if no_flush != (kind in _HALVES):
+        raise m.unsupported(".noftz is for, and needed by, floats of 16 bits")
+
+
 @instruction("atom", "red")
 def build_atomic(ins: Instruction, c: Decoder) -> Step:
     """atom/red: lane after lane on equal addresses; vectors and x2 types element by element."""
@@ -85,18 +114,23 @@ def build_atomic(ins: Instruction, c: Decoder) -> Step:
     m.flag(*_ORDER)
     m.flag("cta", "cluster", "gpu", "sys")
     m.ignore_cache_hints()
-    m.flag("noftz", "ftz")
+    no_flush = m.flag("noftz")
     space = SPACES.get(m.choice(*SPACES, default="generic"), "generic")
     name = m.choice(*REDUCTIONS, "exch", "cas")
-    vector = int(m.choice("v2", "v4", "v8", default="v1")[1:])
-    kind = m.type(*_TYPES)
+    length = m.choice("v2", "v4", "v8", default="v1")
+    kind = next((x for x in m.left if x in TYPE_BYTES), "")
+    _check_form(m, (ins.op, name, kind, length), no_flush)
+    m.left.remove(kind)
     m.done()
+    vector = int(length[1:])
     returns = ins.op == "atom"
     operands = ins.operands[1:] if returns else ins.operands
     slots = c.writes(ins.operands[0], 8 * TYPE_BYTES[kind]) if returns else []
     address = address_reader(c, operands[0], space)
     width = 8 * TYPE_BYTES[kind]
     sources = c.reads(operands[1], max(16, width))
+    if len(sources) != vector or (returns and len(slots) != vector):
+        raise m.unsupported(f"{len(sources)} operands for {length}")
     swap = c.read(operands[2], max(16, width)) if name == "cas" else None
     for operand in operands[3 if name == "cas" else 2 :]:
         c.read(operand, 64)
@@ -116,9 +150,7 @@ def build_atomic(ins: Instruction, c: Decoder) -> Step:
         swaps = None if swap is None else lanes(view(r[swap]), width)
         old = np.zeros((LANES, size // item), bits)
         for group in _distinct(where, active):
-            old[group] = _apply(
-                warp, space, (where, size), (table, swaps, function, bits), group
-            )
+            old[group] = _apply(warp, space, (where, size), (table, swaps, function, bits), group)
         if returns:
             words = np.ascontiguousarray(old).view(np.dtype(f"uint{width}"))
             for number, slot in enumerate(slots):
@@ -134,7 +166,7 @@ def _distinct(where: np.ndarray, active: np.ndarray) -> list[np.ndarray]:
         return [active]
     groups: list[list[int]] = []
     seen: dict[int, int] = {}
-    for lane, one in zip(active.tolist(), addresses):
+    for lane, one in zip(active.tolist(), addresses, strict=True):
         number = seen.get(one, 0)
         seen[one] = number + 1
         if number == len(groups):

@@ -229,8 +229,6 @@ def _float_to_float(ins: Instruction, c: Decoder, form: _Form) -> Step:
     integral = _INTEGER_ROUNDING.get(rounding)
     if integral is not None and out != source:
         raise c.error("an integer rounding needs equal types")
-    if (out, source) == ("f16", "f32") and rounding in ("rm", "rp"):
-        raise c.error(f"rounding .{rounding}")
     mode = rounding if rounding in ("rn", "rz", "rm", "rp") else "rn"
 
     def convert(value: Any) -> Any:

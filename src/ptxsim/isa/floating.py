@@ -280,8 +280,11 @@ def build_float_min_max(ins: Instruction, c: Decoder) -> Step:
     if magnitude:
         m.choice("abs")
     m.done()
-    if kind == "f32x2" or len(ins.operands) not in ((3, 4) if kind == "f32" else (3,)):
+    three = kind == "f32" and not magnitude
+    if kind == "f32x2" or len(ins.operands) not in ((3, 4) if three else (3,)):
         raise m.unsupported(f"{len(ins.operands) - 1} sources")
+    if kind == "f64" and (ftz or nan or magnitude):
+        raise m.unsupported("a modifier on f64")
     return lanewise(c, ins, kind, _min_max(ins.op == "max", nan, magnitude), ftz)
 
 

@@ -1,4 +1,4 @@
-"""Integer arithmetic.  PTX ISA 9.7.1 (integer), 9.7.2 (extended precision)."""
+"""Integer arithmetic.  PTX ISA: Integer and Extended-Precision Arithmetic Instructions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ptxsim.ptx import Instruction
 from ptxsim.values import BITS, MASKS, S64, SIGNED, U64, UNSIGNED, signed
 
 INTEGER_TYPES = tuple(f"{kind}{bits}" for kind in "usb" for bits in (16, 32, 64))
+PACKED_TYPES = ("u16x2", "s16x2")
 Scalar = Callable[[int, int], int]
 
 
@@ -47,12 +48,37 @@ def binary(c: Decoder, ins: Instruction, kind: str, scalar: Scalar, vector: Any)
     return run
 
 
+def _packed_binary(c: Decoder, ins: Instruction, kind: str, relu: bool = False) -> Step:
+    """add, min, max on the two 16-bit integers of a word."""
+    width, dtype = 32, (SIGNED if kind[0] == "s" else UNSIGNED)[16]
+    function = {"add": np.add, "min": np.minimum, "max": np.maximum}[ins.op]
+    a, b = c.read(ins.operands[1], width), c.read(ins.operands[2], width)
+    d = c.write(ins.operands[0])
+
+    def run(warp: Any) -> None:
+        r = warp.registers
+        words = [BITS[32](r[s]) for s in (a, b)]
+        parts = [np.asarray(w, UNSIGNED[32]).reshape(-1).view(dtype) for w in words]
+        if parts[0].size != parts[1].size:
+            parts = [np.resize(p, 64) for p in parts]
+        result = function(*parts)
+        result = np.maximum(result, dtype.type(0)) if relu else result
+        out = result.view(UNSIGNED[32])
+        r[d] = int(out[0]) if out.size == 1 else out
+
+    return run
+
+
 def build_add(ins: Instruction, c: Decoder, sign: int) -> Step:
     """add/sub.{u,s}{16,32,64}: wraps; `.sat` clamps s32.  The most frequent integer instruction."""
     m = Modifiers(ins)
     saturate = m.flag("sat")
-    kind = m.type(*INTEGER_TYPES)
+    kind = m.type(*INTEGER_TYPES, *PACKED_TYPES)
     m.done()
+    if kind in PACKED_TYPES:
+        if saturate or sign < 0:
+            raise m.unsupported(f"this operation on .{kind}")
+        return _packed_binary(c, ins, kind)
     if saturate:
         if kind != "s32":
             raise m.unsupported(".sat is for .s32")
@@ -239,8 +265,12 @@ def build_min_max(ins: Instruction, c: Decoder) -> Step:
         return build_float_min_max(ins, c)
     m = Modifiers(ins)
     relu = m.flag("relu")
-    kind = m.type(*INTEGER_TYPES)
+    kind = m.type(*INTEGER_TYPES, *PACKED_TYPES)
     m.done()
+    if relu and kind not in ("s32", "s16x2"):
+        raise m.unsupported(".relu is for .s32 and .s16x2")
+    if kind in PACKED_TYPES:
+        return _packed_binary(c, ins, kind, relu)
     scalar, vector = (min, np.minimum) if ins.op == "min" else (max, np.maximum)
     if relu:
         return binary(
