@@ -68,8 +68,10 @@ def load_shared(warp: Any, address: Any, size: int, cluster: bool = False) -> An
     index = offsets >> _SHIFT[unit]
     if size > 16:
         shared.check_read(offsets, size, shared.states[unit], index)
-        index = np.stack([index, index + 1], -1) if index.__class__ is not int else slice(
-            index, index + 2
+        index = (
+            np.stack([index, index + 1], -1)
+            if index.__class__ is not int
+            else slice(index, index + 2)
         )
     shared.check_read(offsets, size, shared.states[unit], index)
     values = shared.views[unit][index]
@@ -82,7 +84,7 @@ def store_shared(warp: Any, address: Any, values: Any, size: int, cluster: bool 
     """Write shared memory; the bytes are unpublished to the async proxy until a fence."""
     address = active_addresses(warp, address)
     shared, offsets = shared_window(warp, address, cluster)
-    shared.check(offsets, size, size)
+    low, high = shared.check(offsets, size, size)
     shared.check_write(offsets, size)
     unit = min(size, 16)
     mark = DIRTY + warp.index
@@ -106,7 +108,8 @@ def store_shared(warp: Any, address: Any, values: Any, size: int, cluster: bool 
         else:
             shared.states[16][index] = _mark16(mark)
     warp.cta.machine.stores += 1
-    warp.dirty.append((shared, index, size == 16 and offsets.__class__ is not int))
+    first, last = warp.dirty.get(shared, (low, high))
+    warp.dirty[shared] = (min(first, low), max(last, high + size))
 
 
 _MARKS: dict[int, Any] = {}
@@ -121,12 +124,9 @@ def _mark16(mark: int) -> Any:
 def publish(warp: Any) -> None:
     """fence.proxy.async: the warp's generic stores become visible to the async proxy."""
     mark = DIRTY + warp.index
-    for shared, index, rows in warp.dirty:
-        state = shared.states[16] if rows else shared.state
-        current = np.ascontiguousarray(state[index])
-        as_bytes = current.view(U8)
-        as_bytes[as_bytes == mark] = CLEAN
-        state[index] = current
+    for shared, (low, high) in warp.dirty.items():
+        state = shared.state[low:high]
+        np.putmask(state, state == mark, CLEAN)
     warp.dirty.clear()
 
 
@@ -354,5 +354,3 @@ def split(value: Any, size: int, count: int) -> list[Any]:
         return [value]
     table = np.ascontiguousarray(value).view(np.dtype(f"uint{8 * size}")).reshape(LANES, count)
     return list(np.ascontiguousarray(table.T))
-
-

@@ -261,7 +261,8 @@ class Warp:
         self.wgmma_open: list[AsyncOp] = []
         self.wgmma_groups: deque[list[AsyncOp]] = deque()
         self.wgmma_fenced = False
-        self.dirty: list[tuple[SharedMemory, Any, bool]] = []  # generic stores not yet fenced
+        # Where generic stores not yet fenced lie: the lowest and highest offset per memory.
+        self.dirty: dict[SharedMemory, tuple[int, int]] = {}
         self.stores: list[tuple[int, int, int, int]] = []  # tcgen05.st windows before wait::st
         self._set_specials(index, threads)
 

@@ -8,8 +8,9 @@ Generic addresses are split into windows that no CPU pointer can fall into:
     param       PARAM_BASE | offset
 
 The shadow of shared memory has two parts.  `state` holds a byte per byte: 0 nothing wrote it,
-1 written, 2+w written by warp w through the generic proxy and not yet published to the async proxy
-by a `fence.proxy.async` of that warp.  `busy` holds a word per 16 bytes: readers in flight in the
+CLEAN written, TILED+s written by a tensor copy with swizzle code s, DIRTY+w written by warp w
+through the generic proxy and not yet published to the async proxy by a `fence.proxy.async` of that
+warp.  `busy` holds a word per 16 bytes: readers in flight in the
 low half, writers in flight in the high half, plus BARRIER where an mbarrier object lives (whose bytes
 have state 0: the object is opaque, so reading it is an error like reading what was never written).
 """
@@ -31,6 +32,7 @@ from ptxsim.errors import (
     OutOfBounds,
     UninitialisedRead,
 )
+from ptxsim.tensor_maps import SWIZZLE_SPANS
 from ptxsim.values import U32, U64, UNSIGNED
 
 SHARED_BASE = 1 << 56
@@ -41,7 +43,8 @@ OFFSET_MASK = (1 << RANK_SHIFT) - 1
 FIRST_SHARED = 1024  # real chips reserve the first KiB; it also catches null pointers
 
 CLEAN = 1
-DIRTY = 2
+TILED = 2
+DIRTY = 8
 WRITER = 1 << 16
 WRITERS = 0x7FFF0000
 BARRIER = 1 << 31
@@ -142,8 +145,8 @@ class SharedMemory:
         self.barriers: dict[int, Any] = {}
 
     # Checks of generic accesses.  `offsets` is an int or an array of byte offsets.
-    def check(self, offsets: Any, size: int, align: int) -> None:
-        """Bounds and alignment."""
+    def check(self, offsets: Any, size: int, align: int) -> tuple[int, int]:
+        """Bounds and alignment; gives the lowest and the highest offset."""
         if offsets.__class__ is int:
             low = high = offsets
             bad = offsets % align
@@ -164,17 +167,18 @@ class SharedMemory:
             error2 = Misaligned(f"shared access of {align} bytes at offset {wrong:#x}")
             error2.address = wrong
             raise error2
+        return low, high
 
     def check_read(self, offsets: Any, size: int, states: np.ndarray, index: Any) -> None:
         """Every byte was written, and no unfinished operation is going to write it."""
-        if b"\0" in states[index].tobytes():
-            raise self._unwritten(offsets, size)
         busy = self.busy[offsets >> 4] & WRITERS
         if busy.__class__ is np.ndarray:
             if busy.any():
                 raise self._in_flight(int(offsets[busy != 0][0]), "read")
         elif busy:
             raise self._in_flight(offsets, "read")
+        if b"\0" in states[index].tobytes():
+            raise self._unwritten(offsets, size)
 
     def check_write(self, offsets: Any, size: int) -> None:
         """No unfinished operation reads or writes there, and no mbarrier lives there."""
@@ -213,19 +217,34 @@ class SharedMemory:
         if first & ~7 in self.barriers:
             error = BarrierError(f"shared offset {first:#x} is read: an mbarrier lives there")
         else:
-            error = UninitialisedRead(f"{size} shared bytes at offset {first:#x} were never written")
+            error = UninitialisedRead(
+                f"{size} shared bytes at offset {first:#x} were never written"
+            )
         error.address = first
         return error
 
     # Checks of the async proxy, on 16-byte rows (`index`: a slice or an array of row numbers).
-    def check_async_read(self, index: Any, what: str) -> None:
-        """Operands of copies and matrix instructions: written, published, not in flight."""
+    def check_async_read(self, index: Any, what: str, span: int | None = None) -> None:
+        """Operands of copies and matrix instructions: written, published, not in flight.
+
+        `span` is the swizzle in bytes by which a matrix descriptor reads: rows that a tensor copy
+        wrote must have been laid out with the same one.
+        """
         states = np.ascontiguousarray(self.states[16][index]).view(np.uint8)
         if states.size == 0:
             return
+        busy = self.busy[index] & WRITERS
+        if busy.any():
+            raise self._first(
+                AsyncHazard,
+                f"{what} reads shared bytes that an unfinished operation writes",
+                index,
+                np.repeat(busy != 0, 16),
+            )
         if not states.min():
-            raise self._first(UninitialisedRead, f"{what} reads shared bytes never written", index,
-                              states == 0)
+            raise self._first(
+                UninitialisedRead, f"{what} reads shared bytes never written", index, states == 0
+            )
         if states.max() >= DIRTY:
             dirty = states >= DIRTY
             warp = int(states[dirty][0]) - DIRTY
@@ -236,14 +255,12 @@ class SharedMemory:
                 index,
                 dirty,
             )
-        busy = self.busy[index]
-        if (busy & WRITERS).any():
-            raise self._first(
-                AsyncHazard,
-                f"{what} reads shared bytes that an unfinished operation writes",
-                index,
-                np.repeat(busy & WRITERS != 0, 16),
-            )
+        if span is not None:
+            wrong = (states != TILED + SWIZZLE_SPANS.index(span)) & (states != CLEAN)
+            if wrong.any():
+                wrote = SWIZZLE_SPANS[int(states[wrong][0]) - TILED]
+                message = f"{what} reads with a {span}-byte swizzle what a copy wrote with {wrote}"
+                raise self._first(InvalidOperand, message, index, wrong)
 
     def check_async_write(self, index: Any, what: str) -> None:
         """Destinations of copies: nobody reads or writes them, no mbarrier is in them."""

@@ -2,8 +2,10 @@
 
 Seed 0 runs each lane group until it blocks and finishes asynchronous operations only when nothing
 else can run, the latest moment a chip could choose: whatever is not waited for is then still in
-flight when it is touched.  Other seeds draw quanta, the order of warps and the moments of
-completion at random, so that several seeds explore several schedules.
+flight when it is touched.  Odd seeds draw quanta, the order of warps and the moments of completion at
+random.  Even seeds give warps random priorities, changed now and then: the highest that can run does,
+so that some warps get as far ahead of others as the kernel's own synchronisation allows, and finish
+asynchronous operations either all at once or as late as seed 0 does.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ptxsim.decode import SWITCH, YIELD
-from ptxsim.errors import AsyncHazard, Deadlock, SimulationError, TensorMemoryError
+from ptxsim.errors import AsyncHazard, BarrierError, Deadlock, SimulationError, TensorMemoryError
 from ptxsim.machine import Cluster, LaneGroup, Machine, Meet, Warp
 from ptxsim.values import merge
 
@@ -24,9 +26,13 @@ class Scheduler:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.random = random.Random(machine.options.seed)
-        self.lazy = machine.options.seed == 0
-        self.eagerness = 0.0 if self.lazy else self.random.choice((0.02, 0.2, 0.7))
+        self.random = random.Random(f"schedule {machine.options.seed}")  # small integers draw alike
+        seed = machine.options.seed
+        self.by_priority = seed > 0 and seed % 2 == 0
+        self.lazy = seed == 0
+        # How likely an operation finishes early: 0 as late as possible, 1 at once.
+        self.eagerness = 0.0 if self.lazy else (0.2, 0.0, 0.7, 1.0)[(seed - 1) % 4]
+        self.priorities: dict[Warp, float] = {}
         self.active: list[Cluster] = []
 
     def run(self, first_ctas: list[tuple[int, int, int]]) -> None:
@@ -63,13 +69,11 @@ class Scheduler:
                     ready.append(group)
             if not ready and not self._unblock():
                 return
-            if not self.lazy:
-                self.random.shuffle(ready)
-            for group in ready:
+            for group in self._order(ready):
                 if group.wait is not None or group not in group.warp.groups:
                     continue
                 before = machine.steps
-                quantum = 20_000 if self.lazy else self.random.randint(1, 400)
+                quantum = self.random.randint(1, 400) if self.eagerness % 1 else 20_000
                 self._run_group(group, quantum)
                 if machine.progress != last_progress:
                     last_progress, spent = machine.progress + machine.stores, 0
@@ -77,9 +81,34 @@ class Scheduler:
                 if spent > machine.options.max_steps:
                     self._livelock(group)
                     spent = 0
-                if not self.lazy and self.random.random() < self.eagerness:
-                    self.random.choice(self.active).finish_one(self.random.randrange)
+                self._finish_some()
+                if self.by_priority and (machine.steps - before == quantum or self._one_in(30)):
+                    self.priorities[group.warp] = self.random.random() - (group.wait is None)
             self._retire()
+
+    def _order(self, ready: list[LaneGroup]) -> list[LaneGroup]:
+        """The lane groups to run now, in this order."""
+        if self.lazy or len(ready) < 2:
+            return ready
+        if not self.by_priority:
+            self.random.shuffle(ready)
+            return ready
+        for group in ready:
+            if group.warp not in self.priorities:
+                self.priorities[group.warp] = self.random.random()
+        return [max(ready, key=lambda group: self.priorities[group.warp])]
+
+    def _one_in(self, count: int) -> bool:
+        return self.random.randrange(count) == 0
+
+    def _finish_some(self) -> None:
+        """Asynchronous operations that finish although warps could go on."""
+        if self.eagerness == 1.0:
+            for cluster in self.active:
+                while cluster.finish_one(self.random.randrange):
+                    pass
+        elif self.eagerness and self.random.random() < self.eagerness:
+            self.random.choice(self.active).finish_one(self.random.randrange)
 
     def _unblock(self) -> bool:
         """Nothing can run: finish an operation, time out a wait, start a cluster, or give up."""
@@ -121,6 +150,7 @@ class Scheduler:
                 continue
             self._check_exit(cluster)
             self.active.remove(cluster)
+            self.priorities.clear()  # holds warps; drawn again for those that run on
 
     def _check_exit(self, cluster: Cluster) -> None:
         """A finished cluster leaves nothing in flight and nothing allocated."""
@@ -133,6 +163,11 @@ class Scheduler:
             error.warp, error.cta = op.warp.index, op.warp.cta.ctaid
             raise error
         for cta in cluster.ctas:
+            for barrier in cta.shared.barriers.values():
+                if barrier.transactions:
+                    error3 = BarrierError(f"the kernel ended with {barrier.describe()}")
+                    error3.cta = cta.ctaid
+                    raise error3
             if cta.tensor.allocations:
                 error2 = TensorMemoryError(
                     "the kernel ended with tensor memory still allocated: "

@@ -13,7 +13,7 @@ from ptxsim.isa.atomic import REDUCTIONS, reduce_into
 from ptxsim.isa.loadstore import address_reader
 from ptxsim.isa.sync import barrier_address, uniform_int
 from ptxsim.machine import AsyncOp, Wait
-from ptxsim.memory import CLEAN, WRITER, SharedMemory, split_shared
+from ptxsim.memory import CLEAN, DIRTY, WRITER, SharedMemory, split_shared
 from ptxsim.ptx import Instruction, Memory
 from ptxsim.values import U8, bits32, lanes
 
@@ -45,7 +45,7 @@ def build_copy(ins: Instruction, c: Decoder) -> Step:
         if extra is not None:
             sizes = lanes(bits32(warp.registers[extra]), 32)[active].tolist()
         shared = cta.shared
-        shared.check(offsets, size, size)
+        low, high = shared.check(offsets, size, size)
         rows = np.unique(offsets >> 4)
         shared.check_async_write(rows, "cp.async")
         shared.busy[rows] += np.uint32(WRITER)
@@ -56,11 +56,11 @@ def build_copy(ins: Instruction, c: Decoder) -> Step:
                 if count:
                     data[:count] = cta.machine.memory.bytes_at(address, count)
                 shared.data[offset : offset + size] = data
-                shared.state[offset : offset + size] = 2 + warp.index
+                shared.state[offset : offset + size] = DIRTY + warp.index
             shared.busy[rows] -= np.uint32(WRITER)
             # Like generic stores: the async proxy needs a fence before it reads them.
-            index = (offsets[:, None] + np.arange(size)).reshape(-1)
-            warp.dirty.append((shared, index, False))
+            first, last = warp.dirty.get(shared, (low, high))
+            warp.dirty[shared] = (min(first, low), max(last, high + size))
 
         op = AsyncOp("cp.async", warp, ins.line, finish)
         cta.cluster.issue(op, ("cp.async", cta.rank, warp.index))

@@ -86,11 +86,11 @@ def operand_rows(bits: int, blackwell: bool, mn_major: bool, extent: int, item: 
     return swizzle_rows((offset + d.start) >> 4, d.span)
 
 
-def check_rows(shared: SharedMemory, rows: np.ndarray, what: str) -> None:
-    """The operand lies in the CTA's shared memory and may be read now."""
+def check_rows(shared: SharedMemory, rows: np.ndarray, bits: int, what: str) -> None:
+    """The operand of descriptor `bits` lies in the CTA's shared memory and may be read now."""
     shared.rows(int(rows.min()) * 16, 16)
     shared.rows(int(rows.max()) * 16, 16)
-    shared.check_async_read(rows, what)
+    shared.check_async_read(rows, what, _SPANS[bits >> 61])
 
 
 def read_operand(shared: SharedMemory, rows: np.ndarray, kind: str, mn_major: bool) -> np.ndarray:

@@ -133,9 +133,7 @@ def shape_table(name: str, times: int, step: int = 0) -> _Shape:
         return _Shape(32, times, lane + 0 * r, r + 0 * lane)
     if name == "16x64b":
         r = np.arange(times)[:, None]
-        return _Shape(
-            16, 2 * times, lane // 4 + 8 * (lane % 2) + 0 * r, lane // 2 % 2 + 2 * r
-        )
+        return _Shape(16, 2 * times, lane // 4 + 8 * (lane % 2) + 0 * r, lane // 2 % 2 + 2 * r)
     if name == "16x128b":
         r = np.arange(2 * times)[:, None]
         return _Shape(16, 4 * times, lane // 4 + 8 * (r % 2), lane % 4 + 4 * (r // 2))
@@ -317,8 +315,15 @@ def decode_form(bits: int, kind: str, group: int) -> _Form:
     if m not in legal or not step <= n <= 256 or n % step:
         raise InvalidOperand(f"instruction descriptor {bits:#010x}: M {m}, N {n} in group {group}")
     return _Form(
-        m, n, _KINDS[a], _KINDS[b], bool(bits >> 15 & 1), bool(bits >> 16 & 1),
-        bool(bits >> 13 & 1), bool(bits >> 14 & 1), d == 0,
+        m,
+        n,
+        _KINDS[a],
+        _KINDS[b],
+        bool(bits >> 15 & 1),
+        bool(bits >> 16 & 1),
+        bool(bits >> 13 & 1),
+        bool(bits >> 14 & 1),
+        d == 0,
     )
 
 
@@ -361,11 +366,11 @@ class _Mma:
         """The operand parts of each CTA as float32 (rows, K)."""
         form = self.form
         kind, mn, negate = (
-            (form.a_kind, form.a_mn, form.a_negate) if a else (form.b_kind, form.b_mn, form.b_negate)
+            (form.a_kind, form.a_mn, form.a_negate)
+            if a
+            else (form.b_kind, form.b_mn, form.b_negate)
         )
-        parts = [
-            read_operand(cta.shared, part, kind, mn) for cta, part in zip(self.ctas, rows)
-        ]
+        parts = [read_operand(cta.shared, part, kind, mn) for cta, part in zip(self.ctas, rows)]
         return [-p for p in parts] if negate else parts
 
     def tensor_a(self, cta: Cta) -> np.ndarray:
@@ -543,7 +548,7 @@ def _check(op: _Mma) -> None:
     for number, cta in enumerate(op.ctas):
         tensor = cta.tensor
         tensor.check_window(int(rows[0]), 1, column, count, "tcgen05.mma (D)")
-        check_rows(cta.shared, op.b_rows[number], "tcgen05.mma (B)")
+        check_rows(cta.shared, op.b_rows[number], op.b, "tcgen05.mma (B)")
         if op.a_in_tensor:
             if form.a_mn:
                 raise InvalidOperand("tcgen05.mma: A in tensor memory is K-major only")
@@ -554,7 +559,7 @@ def _check(op: _Mma) -> None:
             if not _in_flight(tensor, start, 8):
                 tensor.check_written(a_lanes, start, 8, "tcgen05.mma (A)")
         else:
-            check_rows(cta.shared, op.a_rows[number], "tcgen05.mma (A)")
+            check_rows(cta.shared, op.a_rows[number], op.a, "tcgen05.mma (A)")
         if op.accumulate and not _in_flight(tensor, column, count):
             tensor.check_written(rows, column, count, "tcgen05.mma (D)")
         _check_stores(cta, op)

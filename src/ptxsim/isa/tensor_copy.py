@@ -15,10 +15,11 @@ from ptxsim.isa.atomic import REDUCTIONS, combine
 from ptxsim.isa.loadstore import address_reader
 from ptxsim.isa.sync import barrier_address, uniform_int
 from ptxsim.machine import AsyncOp, Machine
-from ptxsim.memory import CLEAN, OFFSET_MASK, PARAM_BASE, WRITER, SharedMemory
+from ptxsim.memory import OFFSET_MASK, PARAM_BASE, TILED, WRITER, SharedMemory
 from ptxsim.ptx import Instruction, Memory, Vector
 from ptxsim.tensor_maps import TensorMap
 from ptxsim.values import U8, bits32, signed
+
 
 def read_map(machine: Machine, address: int) -> TensorMap:
     """The tensor map at a generic address (parameters or global memory)."""
@@ -132,10 +133,11 @@ def build_tensor_copy(ins: Instruction, c: Decoder) -> Step:
 
         def finish() -> None:
             data = fetch_box(machine, found, start).view(np.complex128)
+            tag = TILED + tensor_maps.SWIZZLE_SPANS.index(found.swizzle)
             for shared, whole, order, barrier in targets:
                 release(shared, whole, WRITER)
                 shared.views[16][order] = data
-                shared.state[whole.start * 16 : whole.stop * 16] = CLEAN
+                shared.state[whole.start * 16 : whole.stop * 16] = tag
                 barrier.complete(found.box_bytes)
 
         cluster.issue(AsyncOp("cp.async.bulk.tensor", warp, ins.line, finish))

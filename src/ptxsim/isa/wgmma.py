@@ -110,8 +110,9 @@ def build_mma(ins: Instruction, c: Decoder) -> Step:
             return AGAIN
         r, shared = warp.registers, warp.cta.shared
         accumulate = uniform_int(warp, flag, "scale-d") != int(negated)
-        b_rows = operand_rows(uniform_int(warp, b_slot, "B"), False, transpose_b, n, item)
-        check_rows(shared, b_rows, "wgmma (B)")
+        b_bits = uniform_int(warp, b_slot, "B")
+        b_rows = operand_rows(b_bits, False, transpose_b, n, item)
+        check_rows(shared, b_rows, b_bits, "wgmma (B)")
         reads = [b_rows]
         a_value: Any = None
         if from_registers:
@@ -119,7 +120,7 @@ def build_mma(ins: Instruction, c: Decoder) -> Step:
         else:
             a_bits = uniform_int(warp, a_slots[0], "A")
             a_rows = operand_rows(a_bits, False, transpose_a, 64, item)
-            check_rows(shared, a_rows, "wgmma (A)")
+            check_rows(shared, a_rows, a_bits, "wgmma (A)")
             reads.append(a_rows)
         before = _before(warp, targets, d_kind) if accumulate else None
         _require_fence(warp, targets)
@@ -256,5 +257,3 @@ def _deliver(warp: Any) -> None:
     for slot, value in enumerate(r):
         if value.__class__ is Pending and id(value.chain.op) not in unfinished:
             r[slot] = value.chain.value[value.number]
-
-
