@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ptxsim import proxy
 from ptxsim.errors import InvalidOperand, Misaligned, OutOfBounds, SimulationError
 from ptxsim.memory import (
-    CLEAN,
-    DIRTY,
     LOCAL_BASE,
     OFFSET_MASK,
     PARAM_BASE,
@@ -24,6 +23,7 @@ from ptxsim.memory import (
 from ptxsim.values import LANES, S64, U8, lanes
 
 _SHIFT = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
+_STEPS = np.arange(32)
 
 
 def active_addresses(warp: Any, address: Any) -> Any:
@@ -87,7 +87,7 @@ def store_shared(warp: Any, address: Any, values: Any, size: int, cluster: bool 
     low, high = shared.check(offsets, size, size)
     shared.check_write(offsets, size)
     unit = min(size, 16)
-    mark = DIRTY + warp.index
+    mark = proxy.mark(warp)
     if offsets.__class__ is int:
         data = values if values.__class__ is int else _last_lane(warp, values)
         shared.data[offsets : offsets + size] = np.frombuffer(data.to_bytes(size, "little"), U8)
@@ -108,8 +108,7 @@ def store_shared(warp: Any, address: Any, values: Any, size: int, cluster: bool 
         else:
             shared.states[16][index] = _mark16(mark)
     warp.cta.machine.stores += 1
-    first, last = warp.dirty.get(shared, (low, high))
-    warp.dirty[shared] = (min(first, low), max(last, high + size))
+    proxy.note(warp, shared, low, high + size)
 
 
 _MARKS: dict[int, Any] = {}
@@ -119,15 +118,6 @@ def _mark16(mark: int) -> Any:
     if mark not in _MARKS:
         _MARKS[mark] = np.full(16, mark, U8).view(np.complex128)[0]
     return _MARKS[mark]
-
-
-def publish(warp: Any) -> None:
-    """fence.proxy.async: the warp's generic stores become visible to the async proxy."""
-    mark = DIRTY + warp.index
-    for shared, (low, high) in warp.dirty.items():
-        state = shared.state[low:high]
-        np.putmask(state, state == mark, CLEAN)
-    warp.dirty.clear()
 
 
 def _elements(value: int, size: int) -> Any:
@@ -215,6 +205,22 @@ def store_global(warp: Any, address: Any, values: Any, size: int) -> None:
     if size > 16:
         index = np.stack([index, index + 1], -1)
     region.views[unit][index] = values
+
+
+def global_elements(
+    warp: Any, address: np.ndarray, size: int, item: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """A buffer as unsigned elements of `item` bytes, and the index of the `size` bytes at each
+    address, one row each; None if the addresses lie in several buffers."""
+    check_alignment(address, size)
+    low, high = int(address.min()), int(address.max()) + size
+    try:
+        region = warp.cta.machine.memory.region(low, high)
+    except OutOfBounds:
+        return None
+    warp.cta.machine.stores += 1
+    index = (address - np.uint64(region.start)).view(S64) >> _SHIFT[item]
+    return region.views[item], index[:, None] + _STEPS[: size // item]
 
 
 def load_param(warp: Any, address: Any, size: int) -> Any:

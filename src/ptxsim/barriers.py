@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ptxsim import proxy
 from ptxsim.errors import BarrierError
 
 MAX_COUNT = (1 << 20) - 1
@@ -20,6 +21,8 @@ class Mbarrier:
     phase: int = 0
     announced: int = 0
     history: list[str] = field(default_factory=list)
+    arriving: proxy.Writes = field(default_factory=dict)
+    arrived_writes: proxy.Writes = field(default_factory=dict)
 
     def arrive(self, count: int) -> None:
         """Take `count` arrivals off the current phase."""
@@ -58,6 +61,7 @@ class Mbarrier:
             )
         if self.pending == 0 and self.transactions == 0:
             self.phase += 1
+            proxy.complete(self)
             self.pending = self.expected
             self.announced = 0
 
@@ -82,6 +86,8 @@ class NamedBarrier:
     arrived: int = 0
     generation: int = 0
     warps: list[int] = field(default_factory=list)
+    arriving: proxy.Writes = field(default_factory=dict)
+    arrived_writes: proxy.Writes = field(default_factory=dict)
 
     def arrive(self, warp: int, count: int, threads: int = 32) -> bool:
         """One warp arrives; True if that completed the generation."""

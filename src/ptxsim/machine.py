@@ -231,6 +231,7 @@ class Warp:
         "group",
         "groups",
         "index",
+        "known_writes",
         "local",
         "mask",
         "registers",
@@ -238,6 +239,7 @@ class Warp:
         "wgmma_fenced",
         "wgmma_groups",
         "wgmma_open",
+        "write_number",
     )
 
     def __init__(self, cta: Cta, index: int, threads: int) -> None:
@@ -261,8 +263,10 @@ class Warp:
         self.wgmma_open: list[AsyncOp] = []
         self.wgmma_groups: deque[list[AsyncOp]] = deque()
         self.wgmma_fenced = False
-        # Where generic stores not yet fenced lie: the lowest and highest offset per memory.
-        self.dirty: dict[SharedMemory, tuple[int, int]] = {}
+        # Generic writes not yet published to the async proxy, own ones and others': see proxy.py.
+        self.dirty: dict[tuple[SharedMemory, int], tuple[int, int]] = {}
+        self.known_writes: dict[tuple[SharedMemory, int], tuple[int, int]] = {}
+        self.write_number = 0
         self.stores: list[tuple[int, int, int, int]] = []  # tcgen05.st windows before wait::st
         self._set_specials(index, threads)
 

@@ -8,10 +8,10 @@ Generic addresses are split into windows that no CPU pointer can fall into:
     param       PARAM_BASE | offset
 
 The shadow of shared memory has two parts.  `state` holds a byte per byte: 0 nothing wrote it,
-CLEAN written, TILED+s written by a tensor copy with swizzle code s, DIRTY+w written by warp w
-through the generic proxy and not yet published to the async proxy by a `fence.proxy.async` of that
-warp.  `busy` holds a word per 16 bytes: readers in flight in the
-low half, writers in flight in the high half, plus BARRIER where an mbarrier object lives (whose bytes
+CLEAN written, TILED+s written by a tensor copy with swizzle code s, DIRTY+m written by
+warp m % 32 through the generic proxy and not yet published to the async proxy by a
+`fence.proxy.async` (see proxy.py).  `busy` holds a word per 16 bytes: readers in flight in the low
+half, writers in flight in the high half, plus BARRIER where an mbarrier object lives (whose bytes
 have state 0: the object is opaque, so reading it is an error like reading what was never written).
 """
 
@@ -27,8 +27,8 @@ from ptxsim.errors import (
     AsyncHazard,
     BarrierError,
     InvalidOperand,
-    MissingFence,
     Misaligned,
+    MissingFence,
     OutOfBounds,
     UninitialisedRead,
 )
@@ -247,7 +247,7 @@ class SharedMemory:
             )
         if states.max() >= DIRTY:
             dirty = states >= DIRTY
-            warp = int(states[dirty][0]) - DIRTY
+            warp = (int(states[dirty][0]) - DIRTY) % 32
             raise self._first(
                 MissingFence,
                 f"{what} reads shared bytes that warp {warp} wrote without a later "
@@ -262,9 +262,14 @@ class SharedMemory:
                 message = f"{what} reads with a {span}-byte swizzle what a copy wrote with {wrote}"
                 raise self._first(InvalidOperand, message, index, wrong)
 
-    def check_async_write(self, index: Any, what: str) -> None:
-        """Destinations of copies: nobody reads or writes them, no mbarrier is in them."""
+    def check_async_write(self, index: Any, what: str, shared_rows: bool = False) -> None:
+        """Destinations of copies: nobody reads or writes them, no mbarrier is in them.
+
+        `shared_rows`: other writers may have parts of these 16-byte rows, as theirs alone.
+        """
         busy = self.busy[index]
+        if shared_rows:
+            busy = busy & ~np.uint32(WRITERS)
         if busy.any():
             raise self._first(
                 AsyncHazard,

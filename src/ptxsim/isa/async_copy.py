@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from ptxsim import proxy
 from ptxsim.decode import YIELD, Decoder, Modifiers, Step, instruction
 from ptxsim.errors import InvalidOperand, Misaligned
 from ptxsim.isa.atomic import REDUCTIONS, reduce_into
 from ptxsim.isa.loadstore import address_reader
 from ptxsim.isa.sync import barrier_address, uniform_int
 from ptxsim.machine import AsyncOp, Wait
-from ptxsim.memory import CLEAN, DIRTY, WRITER, SharedMemory, split_shared
+from ptxsim.memory import CLEAN, WRITER, SharedMemory, split_shared
 from ptxsim.ptx import Instruction, Memory
 from ptxsim.values import U8, bits32, lanes
 
@@ -47,7 +48,8 @@ def build_copy(ins: Instruction, c: Decoder) -> Step:
         shared = cta.shared
         low, high = shared.check(offsets, size, size)
         rows = np.unique(offsets >> 4)
-        shared.check_async_write(rows, "cp.async")
+        # Copies of less than 16 bytes may share a row, the grain of what is in flight.
+        shared.check_async_write(rows, "cp.async", shared_rows=size < 16)
         shared.busy[rows] += np.uint32(WRITER)
 
         def finish() -> None:
@@ -56,11 +58,10 @@ def build_copy(ins: Instruction, c: Decoder) -> Step:
                 if count:
                     data[:count] = cta.machine.memory.bytes_at(address, count)
                 shared.data[offset : offset + size] = data
-                shared.state[offset : offset + size] = DIRTY + warp.index
+                shared.state[offset : offset + size] = proxy.mark(warp)
             shared.busy[rows] -= np.uint32(WRITER)
             # Like generic stores: the async proxy needs a fence before it reads them.
-            first, last = warp.dirty.get(shared, (low, high))
-            warp.dirty[shared] = (min(first, low), max(last, high + size))
+            proxy.note(warp, shared, low, high + size)
 
         op = AsyncOp("cp.async", warp, ins.line, finish)
         cta.cluster.issue(op, ("cp.async", cta.rank, warp.index))

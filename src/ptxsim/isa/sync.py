@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxsim.access import publish
+from ptxsim import proxy
 from ptxsim.barriers import MAX_COUNT, Mbarrier
 from ptxsim.decode import AGAIN, YIELD, Decoder, Modifiers, Step, instruction
 from ptxsim.errors import BarrierError, InvalidOperand, Misaligned
@@ -57,9 +57,21 @@ def build_named_barrier(ins: Instruction, c: Decoder) -> Step:
         barrier = cta.barriers[which]
         cta.machine.progress += 1
         generation = barrier.generation
-        if barrier.arrive(warp.index, threads) or not waits:
+        proxy.arrive(warp, barrier)
+        if barrier.arrive(warp.index, threads):
+            proxy.complete(barrier)
+            proxy.get_past(warp, barrier)
             return None
-        warp.group.wait = Wait(lambda: barrier.generation != generation, barrier.describe)
+        if not waits:
+            return None
+
+        def passed() -> bool:
+            if barrier.generation == generation:
+                return False
+            proxy.get_past(warp, barrier)
+            return True
+
+        warp.group.wait = Wait(passed, barrier.describe)
         return YIELD
 
     return run
@@ -194,6 +206,7 @@ def build_arrive(ins: Instruction, c: Decoder) -> Step:
             if state is not None:
                 warp.registers[state] = barrier.phase & 1
             total = _total(warp, target, one, amounts, number)
+            proxy.arrive(warp, barrier)
             if expects:
                 barrier.expect(total)
                 barrier.arrive(number)
@@ -269,6 +282,7 @@ def build_wait(ins: Instruction, c: Decoder) -> Step:
             return _wait_by_lanes(warp, target, wanted, p, blocks)
         barrier = cta.cluster.barrier_at(target, cta.rank, ins.form)
         if barrier.done(wanted & 1):
+            proxy.get_past(warp, barrier)
             warp.registers[p] = True
             return None
         if not blocks or warp.group.timed_out:
@@ -297,7 +311,9 @@ def _wait_by_lanes(warp: Any, target: Any, wanted: Any, p: int, blocks: bool) ->
     for lane in np.flatnonzero(active).tolist():
         barrier = warp.cta.cluster.barrier_at(addresses[lane], warp.cta.rank, "mbarrier wait")
         result[lane] = barrier.done(parities[lane] & 1)
-        if not result[lane]:
+        if result[lane]:
+            proxy.get_past(warp, barrier)
+        else:
             missing = (barrier, parities[lane] & 1)
     if missing is not None and blocks and not warp.group.timed_out:
         warp.group.wait = _phase_wait(*missing)
@@ -333,7 +349,7 @@ def build_fence(ins: Instruction, c: Decoder) -> Step:
         elif not isinstance(operand, Immediate):
             c.read(operand, 32)
     if is_async:
-        return publish
+        return proxy.publish
     return lambda warp: None
 
 
@@ -358,6 +374,7 @@ def build_copy_arrive(ins: Instruction, c: Decoder) -> Step:
                 barrier.pending += number
 
             def arrive(barrier: Mbarrier = barrier, number: int = number) -> None:
+                proxy.arrive(warp, barrier)
                 barrier.arrive(number)
 
             op = AsyncOp("cp.async.mbarrier.arrive", warp, ins.line, arrive)
