@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ from ptxsim.decode import Program
 from ptxsim.errors import BarrierError, InvalidOperand, SimulationError
 from ptxsim.memory import (
     BARRIER,
-    RANK_SHIFT,
     FIRST_SHARED,
+    RANK_SHIFT,
     GlobalMemory,
     LocalMemory,
     SharedMemory,
@@ -50,18 +51,16 @@ class Machine:
     cluster: Shape
     shared: int
     options: Options
+    # The first CTA of the next cluster to start (or to cancel); None if all have started.
+    next_cluster: Callable[[], Shape | None] = lambda: None
+    # Do other processes still run clusters of this launch?  See parallel.py.
+    others_work: Callable[[], bool] = lambda: False
+    atomic: Any = field(default_factory=contextlib.nullcontext)  # held by read-modify-writes
     param_views: dict[int, np.ndarray] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    waiting: list[Shape] = field(
-        default_factory=list
-    )  # first CTAs of clusters not started, last first
     steps: int = 0
     progress: int = 0  # barrier arrivals, operations issued and finished, exits
     stores: int = 0  # memory writes: they keep a spin from being called a livelock
-
-    def take_cluster(self) -> Shape | None:
-        """The first CTA of the next cluster to start (or to cancel); None if all have started."""
-        return self.waiting.pop() if self.waiting else None
 
     def suspect(self, error: SimulationError) -> None:
         """A rule that shipping code is known to break: an error if strict, else a warning."""

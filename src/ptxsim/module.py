@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxsim import parallel
 from ptxsim.decode import Program, decode
 from ptxsim.errors import LaunchError, SimulationError, UnsupportedInstruction
 from ptxsim.machine import Machine, Options
@@ -64,8 +65,9 @@ class Module:
         shared: int = 0,
         memory: Sequence[Any] = (),
         strict: bool = False,
+        processes: int = 1,
     ) -> Result:
-        """Run one launch to its end.
+        """Run one launch to its end, its clusters spread over `processes` processes.
 
         `args` has one entry per kernel parameter: an array or tensor (its address is passed, and
         the kernel may touch all of its storage), a number, or `bytes` of the parameter's size.
@@ -88,7 +90,13 @@ class Module:
                 Options(seed=seed, strict=strict),
             )
             _check_launch(machine, entry)
-            Scheduler(machine).run(_first_ctas(machine))
+            clusters = _first_ctas(machine)
+            if processes > 1 and len(clusters) > 1:
+                parallel.run(machine, clusters, min(processes, len(clusters)))
+            else:
+                left = iter(clusters)
+                machine.next_cluster = lambda: next(left, None)
+                Scheduler(machine).run()
         except SimulationError as error:
             raise self._explained(error) from error.__cause__
         return Result(machine.steps, tuple(machine.warnings))

@@ -35,15 +35,14 @@ class Scheduler:
         self.priorities: dict[Warp, float] = {}
         self.active: list[Cluster] = []
 
-    def run(self, first_ctas: list[tuple[int, int, int]]) -> None:
-        """Run the clusters that begin at these CTA ids."""
-        self.machine.waiting = list(reversed(first_ctas))
+    def run(self) -> None:
+        """Run clusters until the machine has no more."""
         with np.errstate(all="ignore"):
             while self._admit():
                 self._run_active()
 
     def _admit(self) -> bool:
-        first = self.machine.take_cluster()
+        first = self.machine.next_cluster()
         if first is not None:
             self.active.append(Cluster(self.machine, first))
         return first is not None
@@ -133,7 +132,7 @@ class Scheduler:
 
     def _livelock(self, group: LaneGroup) -> None:
         """A spin on memory may wait for a cluster that has not started yet."""
-        if self._admit():
+        if self._admit() or self.machine.others_work():
             return
         raise self._located(
             Deadlock(

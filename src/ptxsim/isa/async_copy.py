@@ -293,7 +293,8 @@ def build_bulk_to_global(ins: Instruction, c: Decoder) -> Step:
             release(shared, rows, 1)
             data = shared.data[offset : offset + size]
             if reduces:
-                reduce_into(target, data, name, kind)
+                with cta.machine.atomic:
+                    reduce_into(target, data, name, kind)
             else:
                 target[:] = data
 

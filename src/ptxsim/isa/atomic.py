@@ -36,7 +36,7 @@ _ORDER = ("relaxed", "acquire", "release", "acq_rel")
 
 
 def _bf16_sum(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    wide = [(v.astype(U32) << 16).view(np.float32) for v in (old, new)]
+    wide = [(v.astype(U32) << np.uint32(16)).view(np.float32) for v in (old, new)]
     return to_bf16_bits(wide[0] + wide[1])  # type: ignore[no-any-return]
 
 
@@ -149,8 +149,10 @@ def build_atomic(ins: Instruction, c: Decoder) -> Step:
         table = np.stack(columns, -1).view(bits)
         swaps = None if swap is None else lanes(view(r[swap]), width)
         old = np.zeros((LANES, size // item), bits)
-        for group in _distinct(where, active):
-            old[group] = _apply(warp, space, (where, size), (table, swaps, function, bits), group)
+        with warp.cta.machine.atomic:
+            for group in _distinct(where, active):
+                operation = (table, swaps, function, bits)
+                old[group] = _apply(warp, space, (where, size), operation, group)
         if returns:
             words = np.ascontiguousarray(old).view(np.dtype(f"uint{width}"))
             for number, slot in enumerate(slots):
@@ -179,6 +181,13 @@ def _apply(warp: Any, space: str, place: Any, operation: Any, group: np.ndarray)
     """One vector of updates on distinct addresses; gives the old elements of those lanes."""
     where, size = place
     table, swaps, function, bits = operation
+    if space == "global" and function is not None:
+        found = access.global_elements(warp, where[group], size, bits.itemsize)
+        if found is not None:
+            elements, index = found
+            old = elements[index]
+            elements[index] = function(old, table[group]).view(bits).reshape(old.shape)
+            return old  # type: ignore[no-any-return]
     outer = warp.mask
     if len(group) != LANES:
         mask = np.zeros(LANES, bool)

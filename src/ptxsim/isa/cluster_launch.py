@@ -51,7 +51,7 @@ def build_try_cancel(ins: Instruction, c: Decoder) -> Step:
             places.append((cta.shared, rows, cluster.barrier_at(where, None, ins.form)))
 
         def finish() -> None:
-            first = machine.take_cluster()
+            first = machine.next_cluster()
             words = np.zeros(2, np.uint64)
             if first is not None:
                 words[0] = first[0] | first[1] << 32

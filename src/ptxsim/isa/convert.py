@@ -11,6 +11,7 @@ import numpy as np
 from ptxsim.decode import Decoder, Modifiers, Step, instruction
 from ptxsim.isa.floating import half_of, join16
 from ptxsim.isa.rounding import (
+    bf16_pair,
     directed,
     float8_values,
     flush,
@@ -138,9 +139,16 @@ def _pack(ins: Instruction, c: Decoder, form: _Form) -> Step:
     if rounding not in ("rn", "rz"):
         raise c.error(f"rounding .{rounding}")
 
+    quick = form.out == "bf16x2" and rounding == "rn" and not (finite or form.relu)
+
     def run(warp: Any) -> None:
         r = warp.registers
         high, low = f32(r[a]), f32(r[b])
+        if quick and high.__class__ is np.ndarray and low.__class__ is np.ndarray:
+            packed = bf16_pair(low, high)
+            if packed is not None:
+                r[d] = packed
+                return
         if form.relu:
             high, low = _relu(high), _relu(low)
         r[d] = join16(narrow(low, rounding, finite), narrow(high, rounding, finite))

@@ -29,6 +29,7 @@ from ptxsim.values import (
     BITS,
     F32,
     F64,
+    LANES,
     MASKS,
     Pair,
     bf16,
@@ -119,6 +120,16 @@ def _packed32(c: Decoder, ins: Instruction, function: Lanewise, ftz: bool) -> St
     def run(warp: Any) -> None:
         r = warp.registers
         pairs = [halves(r[s]) for s in slots]
+        if any(p.lo.__class__ is np.ndarray or p.hi.__class__ is np.ndarray for p in pairs):
+            # Both halves in one pass: NumPy's cost is per call.
+            tables = []
+            for pair in pairs:
+                table = np.empty((2, LANES), F32)
+                table[0], table[1] = f32(pair.lo), f32(pair.hi)
+                tables.append(fix(table))
+            result = fix(function(*tables))
+            r[d] = Pair(result[0], result[1])
+            return
         lo = function(*[fix(f32(p.lo)) for p in pairs])
         hi = function(*[fix(f32(p.hi)) for p in pairs])
         r[d] = Pair(from_float(fix(lo)), from_float(fix(hi)))

@@ -21,6 +21,9 @@ _TIE = np.uint64(0x10000000)
 _MAGNITUDE = np.uint64(0x7FFFFFFFFFFFFFFF)
 _TINY = np.uint64(0x3810000000000000)  # float64 bits of 2^-126, the smallest normal float32
 _ONE64 = np.uint64(1)
+_ONE32, _SIXTEEN = np.uint32(1), np.uint32(16)
+_SUBNORMAL = np.uint32(0x00FFFFFE)
+_HALF, _UPPER = np.uint32(0x7FFF), np.uint32(0xFFFF0000)
 SMALLEST_NORMAL = {"f32": F32.type(2.0**-126), "f16": F32.type(2.0**-14), "f64": 2.0**-1022}
 _LARGEST = {"bf16": 0x7F7F, "f16": 0x7BFF, "tf32": 0x7F7FE000}
 
@@ -106,6 +109,11 @@ def integer_to_f32(value: Any, mode: str) -> Any:
 
 def flush(value: Any, kind: str = "f32") -> Any:
     """`.ftz`: subnormals of this type become zeros of the same sign."""
+    if kind == "f32" and value.__class__ is np.ndarray:
+        # Bits without the sign, minus one: only subnormals are below the largest of them then.
+        bits = value.view(U32)
+        if b"\x01" not in (bits + bits - _ONE32 < _SUBNORMAL).tobytes():
+            return value
     small = np.abs(value) < SMALLEST_NORMAL[kind]
     if small.__class__ is np.ndarray:
         if b"\x01" not in small.tobytes():
@@ -126,8 +134,36 @@ def _finish16(value: Any, out: Any, nan: Any, kind: str, finite: bool) -> Any:
     return out if isinstance(value, np.ndarray) else int(out[0])
 
 
+def bf16_words(value: np.ndarray) -> np.ndarray | None:
+    """float32 lanes rounded to nearest bfloat16, in the upper halves of words; None for NaNs."""
+    if b"\x01" in (value != value).tobytes():
+        return None
+    bits = value.view(U32)
+    up = bits >> _SIXTEEN
+    up &= _ONE32
+    up += _HALF
+    up += bits
+    return up
+
+
+def bf16_pair(low: np.ndarray, high: np.ndarray) -> np.ndarray | None:
+    """Two vectors of float32 lanes rounded to nearest bfloat16 in one word; None for NaNs."""
+    both = np.empty((2, len(low)), F32)
+    both[0], both[1] = low, high
+    words = bf16_words(both)
+    if words is None:
+        return None
+    return words[0] >> _SIXTEEN | words[1] & _UPPER  # type: ignore[no-any-return]
+
+
 def to_bf16_bits(value: Any, mode: str = "rn", finite: bool = False) -> Any:
     """float32 to bfloat16 bits (uint16 lanes or int); NaN becomes 0x7FFF."""
+    if mode == "rn" and not finite and value.__class__ is np.ndarray and value.dtype is F32:
+        words = bf16_words(value)
+        if words is not None:
+            return (words >> _SIXTEEN).astype(U16)
+        shape = value.shape
+        return to_bf16_bits(value.reshape(-1).astype(F64), mode).reshape(shape)
     bits = np.asarray(value, F32).reshape(-1).view(U32)
     if mode == "rn":
         bits_up = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))

@@ -179,7 +179,8 @@ def _build_store(ins: Instruction, c: Decoder, reduces: bool) -> Step:
 
         def finish() -> None:
             release(shared, whole, 1)
-            write_box(cta.machine, found, start, shared.views[16][order], name)
+            with cta.machine.atomic:
+                write_box(cta.machine, found, start, shared.views[16][order], name)
 
         op = AsyncOp("cp.async.bulk.tensor", warp, ins.line, finish)
         cta.cluster.issue(op)
