@@ -13,6 +13,7 @@ import numpy as np
 from ptxsim import parallel
 from ptxsim.decode import Program, decode
 from ptxsim.errors import LaunchError, SimulationError, UnsupportedInstruction
+from ptxsim.lint import Form
 from ptxsim.machine import Machine, Options
 from ptxsim.memory import GlobalMemory, zeroed
 from ptxsim.parser import parse
@@ -52,6 +53,10 @@ class Module:
             program.defs.append(())
             self._programs[entry.name] = program
         return self._programs[entry.name]
+
+    def use(self, program: Program) -> None:
+        """Run this from now on where its kernel is launched (see trace.py)."""
+        self._programs[program.kernel.name] = program
 
     def launch(
         self,
@@ -109,6 +114,12 @@ class Module:
             if before:
                 error.source = self.ptx.locations[max(before)]
         return error
+
+    def survey(self, kernel: str | None = None) -> list[Form]:
+        """Every instruction form with its count and what keeps it from running."""
+        from ptxsim.lint import survey
+
+        return survey(self.ptx, self._global_addresses, kernel)
 
     def unsupported(self, kernel: str | None = None) -> list[UnsupportedInstruction]:
         """Every instruction without semantics here, each as the error it would raise."""
@@ -181,7 +192,7 @@ def _pack(
         raise LaunchError(f"{entry.name} takes {len(entry.params)} arguments, {len(args)} given")
     # Some slack behind, so that a wide read of the last parameter stays inside.
     data = zeroed(program.decoder.param_size)
-    for parameter, value in zip(entry.params, args):
+    for parameter, value in zip(entry.params, args, strict=True):
         raw = _raw(parameter, value, buffers)
         start = program.decoder.param_offsets[parameter.name]
         data[start : start + parameter.size] = np.frombuffer(raw, np.uint8)
@@ -216,7 +227,7 @@ def _check_launch(machine: Machine, entry: Kernel) -> None:
         raise LaunchError(f"a block of {threads} threads; 1 to 1024 are possible")
     if entry.reqntid is not None and entry.reqntid != machine.block:
         raise LaunchError(f"{entry.name} requires blocks of {entry.reqntid}, not {machine.block}")
-    if any(g <= 0 or g % c for g, c in zip(machine.grid, machine.cluster)):
+    if any(g <= 0 or g % c for g, c in zip(machine.grid, machine.cluster, strict=True)):
         raise LaunchError(f"grid {machine.grid} is no multiple of the cluster {machine.cluster}")
     total = machine.shared + machine.program.decoder.static_shared
     if not 0 <= total <= MAX_SHARED:
