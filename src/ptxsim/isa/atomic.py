@@ -211,4 +211,4 @@ def _apply(warp: Any, space: str, place: Any, operation: Any, group: np.ndarray)
         access.store(warp, space, where, value, size)
     finally:
         warp.mask = outer
-    return old[group]
+    return old[group]  # type: ignore[no-any-return]

@@ -102,7 +102,7 @@ _MODES: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def _nibbles(mode: str, selector: np.ndarray) -> np.ndarray:
+def _nibbles(mode: str, selector: np.ndarray) -> Any:
     """The selector of the plain form that does what this mode does."""
     pick = _MODES[mode]
     table = [sum(pick(n, byte) << (4 * byte) for byte in range(4)) for n in range(4)]

@@ -326,7 +326,8 @@ def build_carry(ins: Instruction, c: Decoder) -> Step:
         x, y = view(r[a]), view(r[b])
         if all(v.__class__ is int for v in (x, y, carry)):
             total = x + sign * (y + carry)
-            r[d], out = total & mask, int(not 0 <= total <= mask)
+            r[d] = total & mask
+            out: Any = int(not 0 <= total <= mask)
         else:
             wide = np.asarray(x, object) + sign * (np.asarray(y, object) + carry)
             wide = np.broadcast_to(wide, 32)

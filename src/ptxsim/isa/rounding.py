@@ -165,6 +165,7 @@ def to_bf16_bits(value: Any, mode: str = "rn", finite: bool = False) -> Any:
         shape = value.shape
         return to_bf16_bits(value.reshape(-1).astype(F64), mode).reshape(shape)
     bits = np.asarray(value, F32).reshape(-1).view(U32)
+    bits_up: Any
     if mode == "rn":
         bits_up = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     elif mode == "rz":
@@ -213,7 +214,7 @@ def to_tf32(value: Any, mode: str = "rna", finite: bool = False) -> Any:
 
 
 @lru_cache(maxsize=4)
-def float8_values(kind: str) -> np.ndarray:
+def float8_values(kind: str) -> Any:
     """The float32 value of each of the 256 codes of e4m3 or e5m2."""
     mantissa_bits, bias = (3, 7) if kind == "e4m3" else (2, 15)
     codes = np.arange(256)

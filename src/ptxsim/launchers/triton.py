@@ -85,7 +85,8 @@ def _run(
 ) -> Launch:
     module = _module(ptx)
     entry = module.ptx.entry(metadata.name)
-    programs = tuple([*grid, 1, 1][:3])
+    x, y, z = [*grid, 1, 1][:3]
+    programs = (int(x), int(y), int(z))
     ctas = int(getattr(metadata, "num_ctas", 1))
     descriptors = iter(getattr(metadata, "tensordesc_meta", None) or ())
     values: list[Any] = []
@@ -220,7 +221,7 @@ class _Driver(DriverBase):  # type: ignore[misc]  # Triton's classes are untyped
         """There is one."""
 
     def get_device_capability(self, device: int | None = None) -> tuple[int, int]:
-        return divmod(self.target.arch, 10)
+        return divmod(int(self.target.arch), 10)
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
