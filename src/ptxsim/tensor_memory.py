@@ -21,6 +21,9 @@ class TensorMemory:
         self.allocations: dict[int, int] = {}
         self.permit = True
         self.group = 0
+        # Of a pair: how many allocations and releases the CTA has come to, see `meet_peer`.
+        self.meetings = 0
+        self.releasing: tuple[int, int] | None = None
 
     def find(self, columns: int) -> int | None:
         """First column of a free range, None if there is none now."""
@@ -39,6 +42,7 @@ class TensorMemory:
 
     def release(self, address: int, columns: int) -> None:
         """Give back exactly one earlier allocation."""
+        self.releasing = None
         start = address & 0xFFFF
         if self.allocations.get(start) != columns or address >> 16:
             raise TensorMemoryError(
@@ -76,7 +80,9 @@ class TensorMemory:
                 f"{column + columns - 1} before an unfinished tcgen05 operation is done with them"
             )
 
-    def check_written(self, lanes: slice | np.ndarray, column: int, columns: int, what: str) -> None:
+    def check_written(
+        self, lanes: slice | np.ndarray, column: int, columns: int, what: str
+    ) -> None:
         """Every cell of the window was written."""
         if not self.written[lanes, column : column + columns].all():
             raise UninitialisedRead(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxsim.decode import AGAIN, Decoder, Modifiers, Step, instruction
+from ptxsim.decode import AGAIN, YIELD, Decoder, Modifiers, Step, instruction
 from ptxsim.errors import AsyncHazard, InvalidOperand, TensorMemoryError
 from ptxsim.isa.async_copy import scalar
 from ptxsim.isa.loadstore import address_reader
@@ -44,6 +44,23 @@ def _pair(cta: Cta, group: int) -> list[Cta]:
         return [cta]
     even = cta.rank & ~1
     return [cta.cluster.ctas[even], cta.cluster.ctas[even + 1]]
+
+
+def _meet_peer(warp: Any, group: int) -> bool:
+    """With cta_group::2 a warp of each CTA of the pair performs allocation and release together:
+    False if the executing one has to wait for the other (and goes on behind the instruction)."""
+    if group == 1:
+        return True
+    mine, other = warp.cta.tensor, warp.cta.cluster.ctas[warp.cta.rank ^ 1].tensor
+    mine.meetings += 1
+    number = mine.meetings
+    if other.meetings >= number:
+        return True
+    warp.group.wait = Wait(
+        lambda: other.meetings >= number,
+        lambda: "waits for the pair's other CTA to allocate or release tensor memory too",
+    )
+    return False
 
 
 @instruction("tcgen05.alloc")
@@ -82,7 +99,7 @@ def build_alloc(ins: Instruction, c: Decoder) -> Step:
         tensor.allocate(start, columns)
         target = where(warp)
         store_shared(warp, target if target.__class__ is int else int(target[0]), start, 4)
-        return None
+        return None if _meet_peer(warp, group) else YIELD
 
     return run
 
@@ -108,7 +125,13 @@ def build_dealloc(ins: Instruction, c: Decoder) -> Step:
             warp.cta.tensor.permit = False
             return None
         address = uniform_int(warp, slots[0], "the tensor-memory address")
-        warp.cta.tensor.release(address, uniform_int(warp, slots[1], "the column count"))
+        columns = uniform_int(warp, slots[1], "the column count")
+        warp.cta.tensor.releasing = (address, columns)
+        if not _meet_peer(warp, group):
+            return YIELD  # the one that comes second releases for both
+        for cta in _pair(warp.cta, group):
+            if cta.tensor.releasing is not None:
+                cta.tensor.release(*cta.tensor.releasing)
         return None
 
     return run

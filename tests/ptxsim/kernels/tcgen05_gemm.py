@@ -1,8 +1,8 @@
 """A small tcgen05 GEMM in PTX, written for these tests: C = A Bᵀ + bias, one tile per CTA.
 
-Shapes: A [M, K] and B [64, K] bfloat16, bias [64] float32, C [M, 64] bfloat16; M a multiple of 128,
+Shapes: A [M, K], B [64, K] and C [M, 64] bfloat16, bias [64] float32; M a multiple of 128,
 K of 64.  192 threads: warps 0-3 initialise the accumulator and store the result, warp 4 loads the
-tiles, warp 5 issues the matrix instructions.  Two stages of A and B; all tiles have 128-byte swizzle.
+tiles, warp 5 multiplies.  Two stages of A and B; all tiles have 128-byte swizzle.
 
 Lines end in a tag, `//@tag`, by which `mutate` finds them.
 """
