@@ -9,6 +9,7 @@ See docs/ptxsim.md for what is supported and how it is proved.
 from ptxsim.errors import (
     AsyncHazard,
     BarrierError,
+    DataRace,
     Deadlock,
     DivergenceError,
     InvalidOperand,
@@ -27,6 +28,7 @@ from ptxsim.module import Module, Result, load
 __all__ = [
     "AsyncHazard",
     "BarrierError",
+    "DataRace",
     "Deadlock",
     "DivergenceError",
     "InvalidOperand",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxsim import proxy
+from ptxsim import proxy, races
 from ptxsim.errors import InvalidOperand, Misaligned, OutOfBounds, SimulationError
 from ptxsim.memory import (
     LOCAL_BASE,
@@ -74,6 +74,8 @@ def load_shared(warp: Any, address: Any, size: int, cluster: bool = False) -> An
             else slice(index, index + 2)
         )
     shared.check_read(offsets, size, shared.states[unit], index)
+    if shared.shadow is not None and size >= 4 and warp.tracked:
+        races.access(warp, shared.shadow, races.words(offsets, size), False, "a load")
     values = shared.views[unit][index]
     if offsets.__class__ is int:
         return int.from_bytes(values.tobytes(), "little")
@@ -86,6 +88,8 @@ def store_shared(warp: Any, address: Any, values: Any, size: int, cluster: bool 
     shared, offsets = shared_window(warp, address, cluster)
     low, high = shared.check(offsets, size, size)
     shared.check_write(offsets, size)
+    if shared.shadow is not None and size >= 4 and warp.tracked:
+        races.access(warp, shared.shadow, races.words(offsets, size), True, "a store")
     unit = min(size, 16)
     mark = proxy.mark(warp)
     if offsets.__class__ is int:

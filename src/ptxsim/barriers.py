@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ptxsim import proxy
 from ptxsim.errors import BarrierError
 
@@ -23,6 +25,8 @@ class Mbarrier:
     history: list[str] = field(default_factory=list)
     arriving: proxy.Writes = field(default_factory=dict)
     arrived_writes: proxy.Writes = field(default_factory=dict)
+    arriving_vector: np.ndarray | None = None
+    vector: np.ndarray | None = None
 
     def arrive(self, count: int) -> None:
         """Take `count` arrivals off the current phase."""
@@ -88,6 +92,8 @@ class NamedBarrier:
     warps: list[int] = field(default_factory=list)
     arriving: proxy.Writes = field(default_factory=dict)
     arrived_writes: proxy.Writes = field(default_factory=dict)
+    arriving_vector: np.ndarray | None = None
+    vector: np.ndarray | None = None
 
     def arrive(self, warp: int, count: int, threads: int = 32) -> bool:
         """One warp arrives; True if that completed the generation."""
@@ -124,11 +130,16 @@ class ClusterBarrier:
     threads: int
     arrived: int = 0
     generation: int = 0
+    arriving: proxy.Writes = field(default_factory=dict)
+    arrived_writes: proxy.Writes = field(default_factory=dict)
+    arriving_vector: np.ndarray | None = None
+    vector: np.ndarray | None = None
 
     def arrive(self, threads: int) -> None:
         """`threads` threads arrive."""
         self.arrived += threads
         if self.arrived >= self.threads:
+            proxy.complete(self)
             self.arrived = 0
             self.generation += 1
 

@@ -65,6 +65,10 @@ class MissingFence(SimulationError):
     """The async proxy reads generic writes that no `fence.proxy.async` published."""
 
 
+class DataRace(SimulationError):
+    """Two warps access the same bytes, one of them writing, and nothing orders the two."""
+
+
 class BarrierError(SimulationError):
     """A barrier is used against its rules: counts, phases, initialisation."""
 

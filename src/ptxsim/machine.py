@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxsim import races
 from ptxsim.barriers import ClusterBarrier, Mbarrier, NamedBarrier
 from ptxsim.decode import Program
 from ptxsim.errors import BarrierError, InvalidOperand, SimulationError
@@ -34,6 +35,7 @@ class Options:
 
     seed: int = 0
     strict: bool = False
+    races: bool = False
     max_steps: int = (
         5_000_000  # steps without any barrier, copy or store before a livelock is called
     )
@@ -74,11 +76,12 @@ class Machine:
 class AsyncOp:
     """An operation of an engine: copies, matrix instructions, their completion signals."""
 
-    __slots__ = ("done", "line", "name", "run", "warp")
+    __slots__ = ("agent", "done", "line", "name", "run", "vector", "warp")
 
     def __init__(self, name: str, warp: Warp, line: int, run: Callable[[], None]) -> None:
         self.name, self.warp, self.line, self.run = name, warp, line, run
         self.done = False
+        self.agent, self.vector = 0, None  # for race detection
 
     def finish(self) -> None:
         """Carry it out; an error names the line that issued it."""
@@ -140,12 +143,16 @@ class Cluster:
             self.ctas.append(Cta(self, rank, (x, y, z), ctaid))
         threads = len(self.ctas) * machine.block[0] * machine.block[1] * machine.block[2]
         self.barrier = ClusterBarrier(threads)
+        if machine.options.races:
+            races.start([warp for cta in self.ctas for warp in cta.warps])
         self.queues: dict[Any, deque[AsyncOp]] = {}
         self.loose: list[AsyncOp] = []
 
     def issue(self, op: AsyncOp, queue: Any = None) -> AsyncOp:
         """Start an operation: in order within `queue`, or independent of all others."""
         self.machine.progress += 1
+        if op.warp.vector is not None:
+            races.issue(op)
         if queue is None:
             self.loose.append(op)
         else:
@@ -198,6 +205,10 @@ class Cta:
         block = machine.block
         threads = block[0] * block[1] * block[2]
         self.threads = threads
+        self.ordered = NamedBarrier(-1)  # stands for atomics and flags: see races.synchronise
+        if machine.options.races:
+            self.shared.shadow = races.Shadow(len(self.shared.data) // 4)
+            self.tensor.shadow = races.Shadow(*self.tensor.cells.shape)
         self.warps = [Warp(self, number, threads) for number in range(-(-threads // LANES))]
 
     def initialise_barrier(self, offset: int, count: int) -> None:
@@ -218,6 +229,7 @@ class Warp:
     """32 lanes: registers, lane groups and the asynchronous groups of its threads."""
 
     __slots__ = (
+        "agent",
         "bulk_groups",
         "bulk_open",
         "carry",
@@ -231,10 +243,13 @@ class Warp:
         "groups",
         "index",
         "known_writes",
+        "issued",
         "local",
         "mask",
         "registers",
         "stores",
+        "tracked",
+        "vector",
         "wgmma_fenced",
         "wgmma_groups",
         "wgmma_open",
@@ -266,6 +281,10 @@ class Warp:
         self.dirty: dict[tuple[SharedMemory, int], tuple[int, int]] = {}
         self.known_writes: dict[tuple[SharedMemory, int], tuple[int, int]] = {}
         self.write_number = 0
+        # For race detection: see races.py.
+        self.agent, self.issued = 0, 0
+        self.vector: np.ndarray | None = None
+        self.tracked = True
         self.stores: list[tuple[int, int, int, int]] = []  # tcgen05.st windows before wait::st
         self._set_specials(index, threads)
 

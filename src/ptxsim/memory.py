@@ -143,6 +143,7 @@ class SharedMemory:
         self.states = views_of(self.state)
         self.busy = np.zeros(len(data) // 16, np.uint32)
         self.barriers: dict[int, Any] = {}
+        self.shadow: Any = None  # a races.Shadow
 
     # Checks of generic accesses.  `offsets` is an int or an array of byte offsets.
     def check(self, offsets: Any, size: int, align: int) -> tuple[int, int]:

@@ -70,9 +70,13 @@ class Module:
         shared: int = 0,
         memory: Sequence[Any] = (),
         strict: bool = False,
+        races: bool = False,
         processes: int = 1,
     ) -> Result:
         """Run one launch to its end, its clusters spread over `processes` processes.
+
+        `strict` makes errors of rules that shipping code breaks; `races` finds unordered accesses
+        of shared and tensor memory (see races.py), at about twice the time.
 
         `args` has one entry per kernel parameter: an array or tensor (its address is passed, and
         the kernel may touch all of its storage), a number, or `bytes` of the parameter's size.
@@ -92,7 +96,7 @@ class Module:
                 _shape(block),
                 _shape(cluster or entry.reqcluster or 1),
                 shared,
-                Options(seed=seed, strict=strict),
+                Options(seed=seed, strict=strict, races=races),
             )
             _check_launch(machine, entry)
             clusters = _first_ctas(machine)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxsim import races
 from ptxsim.memory import CLEAN, DIRTY
 
 WARPS = 32  # of a CTA, at most
@@ -48,6 +49,8 @@ def arrive(warp: Any, barrier: Any) -> None:
         warp.write_number = (warp.write_number + 1) % NUMBERS
     if warp.known_writes:
         join(barrier.arriving, warp.known_writes)
+    if warp.vector is not None:
+        races.arrive(warp, barrier)
 
 
 def complete(barrier: Any) -> None:
@@ -55,12 +58,15 @@ def complete(barrier: Any) -> None:
     if barrier.arriving:
         join(barrier.arrived_writes, barrier.arriving)
         barrier.arriving = {}
+    races.complete(barrier)
 
 
 def get_past(warp: Any, barrier: Any) -> None:
     """The warp's wait for the barrier is over."""
     if barrier.arrived_writes:
         join(warp.known_writes, barrier.arrived_writes)
+    if warp.vector is not None:
+        races.get_past(warp, barrier)
 
 
 def publish(warp: Any) -> None:

@@ -191,7 +191,7 @@ class Scheduler:
         result: Any = None
         left = quantum
         try:
-            if group.meets or len(warp.groups) > 1:
+            if group.meets or len(warp.groups) > 1 or self.machine.options.races:
                 pc, result, left = self._run_masked(group, quantum)
             else:
                 while left:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ptxsim.errors import AsyncHazard, TensorMemoryError, UninitialisedRead
@@ -23,6 +25,7 @@ class TensorMemory:
         self.group = 0
         # Of a pair: how many allocations and releases the CTA has come to, see `meet_peer`.
         self.meetings = 0
+        self.shadow: Any = None  # a races.Shadow
         self.releasing: tuple[int, int] | None = None
 
     def find(self, columns: int) -> int | None:
@@ -39,6 +42,8 @@ class TensorMemory:
         """Take columns start..start+columns-1; their contents are undefined."""
         self.allocations[start] = columns
         self.written[:, start : start + columns] = False
+        if self.shadow is not None:
+            self.shadow.forget((slice(None), slice(start, start + columns)))
 
     def release(self, address: int, columns: int) -> None:
         """Give back exactly one earlier allocation."""

@@ -50,7 +50,7 @@ def test_seed_backward(pytestconfig: pytest.Config, lengths: str, seed: int, lim
         pytest.param("sm_100a", "--backward", 4, id="sm100"),
         pytest.param("sm_90a", "--backward", 4, id="sm90"),
         *(
-            pytest.param(arch, f"--backward --seed {seed}", 4, id=f"{arch[:-1]}-seed{seed}",
+            pytest.param(arch, f"--backward --races --seed {seed}", 4, id=f"{arch[:-1]}-seed{seed}",
                          marks=full)
             for arch in ("sm_100a", "sm_90a")
             for seed in (1, 2, 4)
@@ -85,9 +85,9 @@ def test_flash_attention(
         ("fp16_gemm_3_1", "--processes 1"),
         ("fp16_gemm_4", ""),
         ("fp16_gemm_5", ""),  # clusters of four
-        ("fp16_gemm_1", "--seed 1"),
-        ("fp16_gemm_1", "--seed 2"),
-        ("fp16_gemm_5", "--seed 4"),
+        ("fp16_gemm_1", "--seed 1 --races"),
+        ("fp16_gemm_1", "--seed 2 --races"),
+        ("fp16_gemm_5", "--seed 4 --races"),
     ],
 )
 def test_cutlass_tutorial(example: str, arguments: str) -> None:
@@ -104,10 +104,10 @@ def test_cutlass_tutorial(example: str, arguments: str) -> None:
     ("example", "arguments"),
     [
         ("dense_gemm", "--shape 256,256,128,1"),
-        ("dense_gemm", "--shape 256,256,128,1 --tile 64x64 --cluster 2x1 --seed 2"),
+        ("dense_gemm", "--shape 256,256,128,1 --tile 64x64 --cluster 2x1 --seed 2 --races"),
         ("dense_gemm", "--shape 200,136,72,2 --cluster 1x2 --majors mnm"),
         ("dense_gemm_persistent", "--shape 512,256,192,1 --tile 128x256 --cluster 2x1"),
-        ("dense_gemm_persistent", "--shape 384,256,192,1 --majors mkn --seed 1"),
+        ("dense_gemm_persistent", "--shape 384,256,192,1 --majors mkn --seed 1 --races"),
     ],
 )
 def test_cutlass_hopper_gemm(example: str, arguments: str) -> None:

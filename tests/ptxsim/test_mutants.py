@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Mutant:
     change: Change
     error: type[ptxsim.SimulationError]
     message: str
-    seed: int = 0
+    races: bool = False  # is race detection needed to find it under every schedule?
 
     def __str__(self) -> str:
         return self.name
@@ -151,6 +152,32 @@ MUTANTS = [
            ptxsim.TensorMemoryError, r"warp 1 reaches lanes 32..63 only"),
     Mutant("columns-no-power-of-two", "alloc", swap("64;", "48;"), ptxsim.TensorMemoryError,
            "48 columns: a power of two"),
+    # Order between warps: whether such a fault shows depends on the schedule, unless races are
+    # looked for.
+    Mutant(
+        "no-barrier-before-the-store",
+        "sync-staged",
+        None,
+        ptxsim.DataRace,
+        r"cp.async.bulk.tensor reads what warp [123] has written in line \d+",
+        races=True,
+    ),
+    Mutant(
+        "no-barrier-before-the-product",
+        "sync-initialised",
+        None,
+        ptxsim.DataRace,
+        r"tcgen05.mma \(D\) writes what warp [0-3] has written in line \d+",
+        races=True,
+    ),
+    Mutant(
+        "no-barrier-before-the-release",
+        "sync-finish",
+        None,
+        ptxsim.DataRace,
+        "tcgen05.dealloc writes what .* warp 5 has written",
+        races=True,
+    ),
     # Who executes.
     Mutant("every-lane-multiplies", "elect-mma",
            "elect.sync %r0|%one, -1; setp.eq.u32 %one, %r0, %r0;", ptxsim.InvalidOperand,
@@ -180,11 +207,28 @@ def test_the_kernel_is_correct_under_every_schedule(seed: int) -> None:
 def test_mutant_is_caught(mutant: Mutant) -> None:
     broken = gemm.mutate(mutant.tag, mutant.change)
     with pytest.raises(mutant.error, match=mutant.message) as caught:
-        gemm.launch(broken, problem(), seed=mutant.seed)
+        gemm.launch(broken, problem(), races=mutant.races)
     assert type(caught.value) is mutant.error
     if not isinstance(caught.value, ptxsim.TensorMemoryError) or "ended" not in str(caught.value):
         assert caught.value.line is not None
         assert caught.value.text
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.races], ids=str)
+def test_race_is_found_under_every_schedule(mutant: Mutant, seed: int) -> None:
+    broken = gemm.mutate(mutant.tag, mutant.change)
+    # Released before it is used: that schedule shows without clocks.
+    with pytest.raises((mutant.error, ptxsim.TensorMemoryError)) as caught:
+        gemm.launch(broken, problem(), seed=seed, races=True)
+    if mutant.name != "no-barrier-before-the-release":
+        assert re.search(mutant.message, str(caught.value))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_kernel_has_no_race(seed: int) -> None:
+    result = gemm.launch(gemm.text(), problem(), seed=seed, races=True)
+    assert error_of(result, problem()["expected"]) < 2**-9
 
 
 def test_there_are_twenty_mutants_of_each_kind_that_matters() -> None:

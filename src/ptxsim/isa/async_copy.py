@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxsim import proxy
+from ptxsim import proxy, races
 from ptxsim.decode import YIELD, Decoder, Modifiers, Step, instruction
 from ptxsim.errors import InvalidOperand, Misaligned
 from ptxsim.isa.atomic import REDUCTIONS, reduce_into
@@ -65,6 +65,8 @@ def build_copy(ins: Instruction, c: Decoder) -> Step:
 
         op = AsyncOp("cp.async", warp, ins.line, finish)
         cta.cluster.issue(op, ("cp.async", cta.rank, warp.index))
+        if shared.shadow is not None:
+            races.access(op, shared.shadow, races.words(offsets, size), True, op.name)
         warp.copy_open.append(op)
 
     return run
@@ -81,15 +83,21 @@ def group_step(name: str, limit: int | None) -> Step:
     def wait(warp: Any) -> Any:
         groups = getattr(warp, name + "_groups")
         while len(groups) > (limit or 0) and all(op.done for op in groups[0]):
-            groups.popleft()
+            races.waited(warp, groups.popleft())
         if len(groups) <= (limit or 0):
             return None
         ops = [op for group in list(groups)[: len(groups) - (limit or 0)] for op in group]
-        if all(op.done for op in ops):
+
+        def passed() -> bool:
+            if not all(op.done for op in ops):
+                return False
+            races.waited(warp, ops)
+            return True
+
+        if passed():
             return None
         warp.group.wait = Wait(
-            lambda: all(op.done for op in ops),
-            lambda: f"waits for {len(ops)} operations, the first of line {ops[0].line}",
+            passed, lambda: f"waits for {len(ops)} operations, the first of line {ops[0].line}"
         )
         return YIELD
 
@@ -215,9 +223,14 @@ def build_bulk_to_shared(ins: Instruction, c: Decoder) -> Step:
                 release(shared, shared.rows(offset, size), WRITER)
                 shared.data[offset : offset + size] = data
                 shared.state[offset : offset + size] = CLEAN
+                races.finish_into(op, barrier)
                 barrier.complete(size)
 
-        cluster.issue(AsyncOp("cp.async.bulk", warp, ins.line, finish))
+        op = cluster.issue(AsyncOp("cp.async.bulk", warp, ins.line, finish))
+        if not from_global:
+            races.operand(op, own, source_rows, False)
+        for shared, offset, _ in places:
+            races.operand(op, shared, shared.rows(offset, size), True)
 
     return lambda warp: each_lane(warp, one)
 
@@ -298,8 +311,8 @@ def build_bulk_to_global(ins: Instruction, c: Decoder) -> Step:
             else:
                 target[:] = data
 
-        op = AsyncOp(ins.form.split(".global")[0], warp, ins.line, finish)
-        cta.cluster.issue(op)
+        op = cta.cluster.issue(AsyncOp(ins.form.split(".global")[0], warp, ins.line, finish))
+        races.operand(op, shared, rows, False)
         warp.bulk_open.append(op)
 
     return lambda warp: each_lane(warp, one)

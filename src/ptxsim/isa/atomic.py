@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxsim import access
+from ptxsim import access, races
 from ptxsim.decode import Decoder, Modifiers, Step, instruction
 from ptxsim.isa.loadstore import SPACES, address_reader
 from ptxsim.isa.rounding import to_bf16_bits, to_f16_bits
@@ -158,7 +158,8 @@ def build_atomic(ins: Instruction, c: Decoder) -> Step:
             for number, slot in enumerate(slots):
                 r[slot] = np.ascontiguousarray(words[:, number])
 
-    return run
+    is_lock = space != "global" or any(x in ins.mods for x in _ORDER if x != "relaxed")
+    return races.as_flag(run) if is_lock else run
 
 
 def _distinct(where: np.ndarray, active: np.ndarray) -> list[np.ndarray]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxsim import races
 from ptxsim.decode import Decoder, Modifiers, Step, instruction
 from ptxsim.errors import InvalidOperand
 from ptxsim.isa.async_copy import each_lane, hold, release, scalar
@@ -60,9 +61,12 @@ def build_try_cancel(ins: Instruction, c: Decoder) -> Step:
                 release(shared, rows, WRITER)
                 shared.data[offset : offset + RESPONSE_BYTES] = words.view(np.uint8)
                 shared.state[offset : offset + RESPONSE_BYTES] = CLEAN
+                races.finish_into(op, found)
                 found.complete(RESPONSE_BYTES)
 
-        cluster.issue(AsyncOp("clusterlaunchcontrol.try_cancel", warp, ins.line, finish))
+        op = cluster.issue(AsyncOp("clusterlaunchcontrol.try_cancel", warp, ins.line, finish))
+        for shared, rows, _ in places:
+            races.operand(op, shared, rows, True)
 
     return lambda warp: each_lane(warp, one)
 

@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from ptxsim import access
+from ptxsim import access, races
 from ptxsim.decode import Decoder, Modifiers, Step, instruction
 from ptxsim.errors import InvalidOperand
 from ptxsim.memory import PARAM_BASE
 from ptxsim.ptx import TYPE_BYTES, Instruction
 from ptxsim.values import MASKS, UNSIGNED, bits32, bits64, signed
 
-TYPES = tuple(t for t in TYPE_BYTES if t[0] in "busf" and "x2" not in t and t not in ("b128", "bf16"))
+TYPES = tuple(
+    t for t in TYPE_BYTES if t[0] in "busf" and "x2" not in t and t not in ("b128", "bf16")
+)
 SPACES = {
     "global": "global",
     "shared": "shared",
@@ -44,6 +46,11 @@ def address_reader(c: Decoder, operand: Any, space: str) -> Any:
         return value + value.dtype.type(wrapped) if offset else value
 
     return read
+
+
+def is_flag(ins: Instruction) -> bool:
+    """An ordered access, which may be a flag that orders others: for race detection."""
+    return any(order in ins.mods for order in _ORDER if order != "weak")
 
 
 def memory_modifiers(ins: Instruction) -> tuple[Modifiers, str, int]:
@@ -86,7 +93,7 @@ def build_load(ins: Instruction, c: Decoder) -> Step:
             for slot, part, function in zip(slots, parts, extend):
                 r[slot] = part if function is None else function(part)
 
-    return run
+    return races.as_flag(run) if is_flag(ins) else run
 
 
 def _extender(kind: str, bits: int, width: int) -> Any:
@@ -124,7 +131,7 @@ def build_store(ins: Instruction, c: Decoder) -> Step:
         parts = [read(r[slot]) for read, slot in zip(readers, slots)]
         access.store(warp, space, address(warp), access.join(parts, size), size * vector)
 
-    return run
+    return races.as_flag(run) if is_flag(ins) else run
 
 
 def source_reader(c: Decoder, slot: int, size: int) -> Any:

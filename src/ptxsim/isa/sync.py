@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxsim import proxy
+from ptxsim import proxy, races
 from ptxsim.barriers import MAX_COUNT, Mbarrier
 from ptxsim.decode import AGAIN, YIELD, Decoder, Modifiers, Step, instruction
 from ptxsim.errors import BarrierError, InvalidOperand, Misaligned
@@ -65,16 +65,20 @@ def build_named_barrier(ins: Instruction, c: Decoder) -> Step:
         if not waits:
             return None
 
-        def passed() -> bool:
-            if barrier.generation == generation:
-                return False
-            proxy.get_past(warp, barrier)
-            return True
-
-        warp.group.wait = Wait(passed, barrier.describe)
+        warp.group.wait = _generation_wait(warp, barrier, generation)
         return YIELD
 
     return run
+
+
+def _generation_wait(warp: Any, barrier: Any, generation: int) -> Wait:
+    def passed() -> bool:
+        if barrier.generation == generation:
+            return False
+        proxy.get_past(warp, barrier)
+        return True
+
+    return Wait(passed, barrier.describe)
 
 
 @instruction("barrier.cluster")
@@ -95,6 +99,7 @@ def build_cluster_barrier(ins: Instruction, c: Decoder) -> Step:
                 raise BarrierError("barrier.cluster.arrive twice without a wait between")
             warp.cluster_generation = barrier.generation
             warp.cta.machine.progress += 1
+            proxy.arrive(warp, barrier)
             barrier.arrive(warp.active)
             return None
         generation = warp.cluster_generation
@@ -102,8 +107,9 @@ def build_cluster_barrier(ins: Instruction, c: Decoder) -> Step:
             raise BarrierError("barrier.cluster.wait without an arrive before it")
         warp.cluster_generation = None
         if barrier.generation != generation:
+            proxy.get_past(warp, barrier)
             return None
-        warp.group.wait = Wait(lambda: barrier.generation != generation, barrier.describe)
+        warp.group.wait = _generation_wait(warp, barrier, generation)
         return YIELD
 
     return run
@@ -334,9 +340,26 @@ def build_pending(ins: Instruction, c: Decoder) -> Step:
 def build_fence(ins: Instruction, c: Decoder) -> Step:
     """fence.proxy.async publishes this warp's generic stores; the others order nothing more here."""
     known = {
-        "proxy", "async", "alias", "tensormap::generic", "async::generic", "async.shared::cta",
-        "global", "shared::cta", "shared::cluster", "sc", "acq_rel", "acquire", "release", "cta",
-        "cluster", "gpu", "sys", "gl", "mbarrier_init", "sync_restrict::shared::cta",
+        "proxy",
+        "async",
+        "alias",
+        "tensormap::generic",
+        "async::generic",
+        "async.shared::cta",
+        "global",
+        "shared::cta",
+        "shared::cluster",
+        "sc",
+        "acq_rel",
+        "acquire",
+        "release",
+        "cta",
+        "cluster",
+        "gpu",
+        "sys",
+        "gl",
+        "mbarrier_init",
+        "sync_restrict::shared::cta",
         "sync_restrict::shared::cluster",
     }
     m = Modifiers(ins)
@@ -375,11 +398,10 @@ def build_copy_arrive(ins: Instruction, c: Decoder) -> Step:
 
             def arrive(barrier: Mbarrier = barrier, number: int = number) -> None:
                 proxy.arrive(warp, barrier)
+                races.finish_into(op, barrier)
                 barrier.arrive(number)
 
             op = AsyncOp("cp.async.mbarrier.arrive", warp, ins.line, arrive)
             cta.cluster.issue(op, ("cp.async", cta.rank, warp.index))
 
     return run
-
-

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxsim import races
 from ptxsim.decode import AGAIN, YIELD, Decoder, Modifiers, Step, instruction
 from ptxsim.errors import AsyncHazard, InvalidOperand, TensorMemoryError
 from ptxsim.isa.async_copy import scalar
@@ -126,6 +127,7 @@ def build_dealloc(ins: Instruction, c: Decoder) -> Step:
             return None
         address = uniform_int(warp, slots[0], "the tensor-memory address")
         columns = uniform_int(warp, slots[1], "the column count")
+        _touch(warp, (0, 128, address & 0xFFFF, columns), "tcgen05.dealloc", True)
         warp.cta.tensor.releasing = (address, columns)
         if not _meet_peer(warp, group):
             return YIELD  # the one that comes second releases for both
@@ -201,6 +203,15 @@ def _window(warp: Any, address: int, shape: _Shape, packed: bool, what: str) -> 
     return lane, column
 
 
+def _touch(warp: Any, window: tuple[int, int, int, int], what: str, writing: bool) -> None:
+    """An access by a warp to (lane, rows, column, columns), for race detection."""
+    lane, rows, column, columns = window
+    shadow = warp.cta.tensor.shadow
+    if shadow is not None:
+        cells = (slice(lane, lane + rows), slice(column, column + columns))
+        races.access(warp, shadow, cells, writing, what)
+
+
 @instruction("tcgen05.ld")
 def build_load(ins: Instruction, c: Decoder) -> Step:
     """tcgen05.ld of all shapes; values are delivered at once, in-flight cells are an error."""
@@ -218,6 +229,7 @@ def build_load(ins: Instruction, c: Decoder) -> Step:
         address = (uniform_int(warp, slot, "the tensor-memory address") + offset) & 0xFFFFFFFF
         lane, column = _window(warp, address, shape, packed, "tcgen05.ld")
         columns = shape.columns * (2 if packed else 1)
+        _touch(warp, (lane, shape.rows, column, columns), "tcgen05.ld", False)
         tensor.check_idle(lane, shape.rows, column, columns, "tcgen05.ld")
         if straight:
             tensor.check_written(slice(lane, lane + 32), column, columns, "tcgen05.ld")
@@ -257,6 +269,7 @@ def build_store(ins: Instruction, c: Decoder) -> Step:
         address = (uniform_int(warp, slot, "the tensor-memory address") + offset) & 0xFFFFFFFF
         lane, column = _window(warp, address, shape, packed, "tcgen05.st")
         columns = shape.columns * (2 if packed else 1)
+        _touch(warp, (lane, shape.rows, column, columns), "tcgen05.st", True)
         tensor.check_idle(lane, shape.rows, column, columns, "tcgen05.st", writing=True)
         values = np.stack([lanes(bits32(r[s]), 32) for s in slots])
         rows, cols = shape.row + lane, shape.column
@@ -451,6 +464,22 @@ class _Mma:
             tensor.cells[where] = np.ascontiguousarray(new, F32).view(U32)
         tensor.written[where] = True
 
+    def touch(self, issued: AsyncOp) -> None:
+        """Its accesses, for race detection."""
+        d_rows = result_lanes(self.form.m, self.group) + (self.d >> 16)
+        if (self.form.m, self.group) == (128, 2):
+            d_rows = np.arange(128)
+        d_cells = np.ix_(d_rows, np.arange(self.columns()) + (self.d & 0xFFFF))
+        for number, cta in enumerate(self.ctas):
+            races.operand(issued, cta.shared, self.b_rows[number], False)
+            if self.a_in_tensor:
+                a_lanes = _a_lanes(self.form.m, self.group) + (self.a >> 16)
+                a_cells = np.ix_(a_lanes, np.arange(8) + (self.a & 0xFFFF))
+                races.access(issued, cta.tensor.shadow, a_cells, False, "tcgen05.mma (A)")
+            else:
+                races.operand(issued, cta.shared, self.a_rows[number], False)
+            races.access(issued, cta.tensor.shadow, d_cells, True, "tcgen05.mma (D)")
+
     def columns(self) -> int:
         """Columns of D in each CTA."""
         halved = (self.form.m, self.group) == (128, 2)
@@ -529,7 +558,9 @@ def build_mma(ins: Instruction, c: Decoder) -> Step:
         _check(op)
         op.mark(1)
         queue = ("tcgen05", cta.rank)
-        cta.cluster.issue(AsyncOp("tcgen05.mma", warp, ins.line, op.execute), queue)
+        issued = cta.cluster.issue(AsyncOp("tcgen05.mma", warp, ins.line, op.execute), queue)
+        if issued.vector is not None:
+            op.touch(issued)
 
     return run
 
@@ -637,8 +668,10 @@ def build_commit(ins: Instruction, c: Decoder) -> Step:
 
         def finish() -> None:
             for barrier in found:
+                races.finish_into(commit, barrier)
                 barrier.arrive(1)
 
-        cta.cluster.issue(AsyncOp("commit", warp, ins.line, finish), ("tcgen05", cta.rank))
+        commit = AsyncOp("commit", warp, ins.line, finish)
+        cta.cluster.issue(commit, ("tcgen05", cta.rank))
 
     return run

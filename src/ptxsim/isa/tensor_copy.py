@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxsim import tensor_maps
+from ptxsim import races, tensor_maps
 from ptxsim.decode import Decoder, Modifiers, Step, instruction
 from ptxsim.errors import InvalidOperand, OutOfBounds
 from ptxsim.isa.async_copy import destinations, each_lane, hold, release, scalar
@@ -138,9 +138,12 @@ def build_tensor_copy(ins: Instruction, c: Decoder) -> Step:
                 release(shared, whole, WRITER)
                 shared.views[16][order] = data
                 shared.state[whole.start * 16 : whole.stop * 16] = tag
+                races.finish_into(op, barrier)
                 barrier.complete(found.box_bytes)
 
-        cluster.issue(AsyncOp("cp.async.bulk.tensor", warp, ins.line, finish))
+        op = cluster.issue(AsyncOp("cp.async.bulk.tensor", warp, ins.line, finish))
+        for shared, whole, _, _ in targets:
+            races.operand(op, shared, whole, True)
 
     return lambda warp: each_lane(warp, one)
 
@@ -182,8 +185,8 @@ def _build_store(ins: Instruction, c: Decoder, reduces: bool) -> Step:
             with cta.machine.atomic:
                 write_box(cta.machine, found, start, shared.views[16][order], name)
 
-        op = AsyncOp("cp.async.bulk.tensor", warp, ins.line, finish)
-        cta.cluster.issue(op)
+        op = cta.cluster.issue(AsyncOp("cp.async.bulk.tensor", warp, ins.line, finish))
+        races.operand(op, shared, whole, False)
         warp.bulk_open.append(op)
 
     return lambda warp: each_lane(warp, one)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxsim import races
 from ptxsim.decode import AGAIN, Decoder, Modifiers, Step, instruction
 from ptxsim.errors import AsyncHazard, InvalidOperand, MissingFence
 from ptxsim.isa.matrix import check_rows, operand_rows, product, read_operand, widen
@@ -144,6 +145,8 @@ def build_mma(ins: Instruction, c: Decoder) -> Step:
 
         chain.op = AsyncOp("wgmma.mma_async", warp, ins.line, finish)
         warp.cta.cluster.issue(chain.op, ("wgmma", warp.cta.rank, warp.index))
+        for rows in reads:
+            races.operand(chain.op, shared, rows, False)
         warp.wgmma_open.append(chain.op)
         for number, slot in enumerate(targets):
             r[slot] = Pending(chain, number)
@@ -235,6 +238,7 @@ def build_group(ins: Instruction, c: Decoder) -> Step:
         groups = warp.wgmma_groups
         ops = [op for group in list(groups)[: max(0, len(groups) - limit)] for op in group]
         if all(op.done for op in ops):
+            races.waited(warp, ops)
             while len(groups) > limit:
                 groups.popleft()
             _deliver(warp)

@@ -15,9 +15,9 @@ from ptxsim.launchers import cute
 
 
 def options(**extra: Any) -> argparse.Namespace:
-    """`--seed`, `--processes` and the options of one script, given as name=default."""
+    """`--seed`, `--processes`, `--races` and the options of one script, given as name=default."""
     parser = argparse.ArgumentParser()
-    for name, default in {"seed": 0, "processes": 2, **extra}.items():
+    for name, default in {"seed": 0, "processes": 2, "races": False, **extra}.items():
         if default is False:
             parser.add_argument(f"--{name}", action="store_true")
         else:
@@ -29,7 +29,8 @@ class Runner:
     """Executes launches and counts the seconds spent in the simulator."""
 
     def __init__(self, chosen: argparse.Namespace) -> None:
-        self.options = {"seed": chosen.seed, "processes": chosen.processes}
+        names = ("seed", "processes", "races")
+        self.options = {name: getattr(chosen, name) for name in names}
         self.seconds = 0.0
         self.launches = 0
 
