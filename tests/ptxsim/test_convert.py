@@ -114,6 +114,18 @@ def test_integers_to_floats_round_once(out: str, source: str, mode: str) -> None
     )
 
 
+@pytest.mark.parametrize("source", ["s8", "u16", "s32", "u64", "s64"])
+@pytest.mark.parametrize("out", ["f16", "f32", "f64"])
+def test_sat_of_an_integer_is_zero_or_one(out: str, source: str) -> None:
+    form = FORMATS[out]
+    check_to_float(
+        f"cvt.rn.sat.{out}.{source} %d0, %a0;",
+        held(source),
+        form,
+        lambda a: rounded(Fraction(min(max(value_of(a, source), 0), 1)), form),
+    )
+
+
 def half_way(source: Format, out: Format) -> Array:
     """Source values half-way between two of the destination, and their neighbours."""
     rng = np.random.default_rng(1)
@@ -366,6 +378,10 @@ def test_conversions_that_the_isa_lacks_are_errors() -> None:
         "cvt.rzi.f32.s32 %d0, %a0;",
         "cvt.rna.f32.s32 %d0, %a0;",
         "cvt.ftz.s32.s32 %d0, %a0;",
+        "cvt.rn.s32.s32 %d0, %a0;",
+        "cvt.rn.f32.f32 %d0, %a0;",
+        "cvt.rn.ftz.tf32.f32 %d0, %a0;",
+        "cvt.rn.sat.bf16x2.f32 %d0, %a0, %a0;",
         "cvt.rn.relu.f32.f64 %d0, %a0;",
     ):
         with pytest.raises(ptxsim.UnsupportedInstruction) as caught:

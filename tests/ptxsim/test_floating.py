@@ -166,7 +166,7 @@ def test_sat_clamps_to_the_unit_interval_and_nan_to_zero(name: str) -> None:
         return 0.0 if value != value or value <= 0 else min(value, Fraction(1))
 
     check_float(
-        f"{name}.sat.f32 %d0, {', '.join(f'%a{n}' for n in range(number))};",
+        f"{name}.rn.sat.f32 %d0, {', '.join(f'%a{n}' for n in range(number))};",
         samples(F32, number, seed=5),
         F32,
         reference,

@@ -92,7 +92,7 @@ def build_map_address(ins: Instruction, c: Decoder) -> Step:
     """
     m = Modifiers(ins)
     shared = m.flag("shared::cluster")
-    kind = m.type("u32", "u64")
+    kind = m.type("u32", "u64") if shared else m.type("u64")
     m.done()
     a, rank = c.read(ins.operands[1], int(kind[1:])), c.read(ins.operands[2], 32)
     d = c.write(ins.operands[0])

@@ -49,8 +49,8 @@ _INTEGER_ROUNDING: dict[str, Callable[[Any], Any]] = {
     "rpi": np.ceil,
 }
 _NARROW: dict[str, Callable[..., Any]] = {"f16": to_f16_bits, "bf16": to_bf16_bits}
-# Integer kinds by how many mantissa bits hold all their values.
-_EXACT_BITS = {"f64": 53, "f32": 24, "f16": 11, "bf16": 8}
+# The types whose values a float type has too.
+_CONTAINED = {"f64": _FLOATS, "f32": ("f16", "bf16", "f32"), "f16": ("f16",), "bf16": ("bf16",)}
 Convert = Callable[[Any], Any]
 
 
@@ -109,10 +109,20 @@ def _check_form(m: Modifiers, f: _Form) -> None:
     if (f.out in _PACKED or f.out == "tf32") and f.source not in ("f32", *_FLOAT8):
         raise m.unsupported(f"from .{f.source}")
     lossy = f.out in (*_PACKED, *_FLOAT8, "tf32") or (
-        f.out in _FLOATS and (f.source in _INTEGERS or _EXACT_BITS[f.source] > _EXACT_BITS[f.out])
+        f.out in _FLOATS and f.source not in _CONTAINED[f.out]
     )
     if (lossy or (f.source in _FLOATS and f.out in _INTEGERS)) and not f.rounding:
         raise m.unsupported("needs a rounding modifier")
+    exact = f.source in _FLOATS and f.out in _FLOATS and not lossy
+    if f.rounding and (
+        (f.source in _INTEGERS and f.out in _INTEGERS)
+        or (exact and (f.out != f.source or f.rounding not in _INTEGER_ROUNDING))
+    ):
+        raise m.unsupported("no rounding in this conversion")
+    if f.ftz and f.out in (*_PACKED, *_FLOAT8, "tf32"):
+        raise m.unsupported(".ftz with this destination")
+    if f.saturate and (f.out == "bf16" or f.out in (*_PACKED, *_FLOAT8, "tf32")):
+        raise m.unsupported(".sat with this destination")
     if f.rounding == "rna" and f.out != "tf32":
         raise m.unsupported(".rna is for .tf32")
 
@@ -303,9 +313,13 @@ def _int_to_float(ins: Instruction, c: Decoder, form: _Form) -> Step:
     if out == "f64" and rounding != "rn" and source[1:] == "64":
         raise c.error(f"rounding .{rounding} from 64 bits to f64")
     dtype = (SIGNED if source[0] == "s" else UNSIGNED)[64]
+    if form.ftz and out != "f32":
+        raise c.error(".ftz is for .f32")
 
     def run(warp: Any) -> None:
         value = np.asarray(read(warp.registers[a]), dtype)[()]
+        if form.saturate:  # [0, 1]
+            value = np.clip(value, dtype.type(0), dtype.type(1))
         if out == "f64":
             warp.registers[d] = from_float(value.astype(F64))
         elif out == "f32":

@@ -222,7 +222,8 @@ def build_arithmetic(ins: Instruction, c: Decoder) -> Step:
     name = "fma" if ins.op == "mad" else ins.op
     m = Modifiers(ins)
     kind = m.type(*FLOAT_TYPES)
-    mode = m.choice(*ROUNDINGS, default="rn")
+    # add, sub and mul round to nearest by default; fma has no default.
+    mode = m.choice(*ROUNDINGS, default=None if name == "fma" else "rn")
     ftz = m.flag("ftz")
     saturate, relu = m.flag("sat"), m.flag("relu")
     m.done()
@@ -385,6 +386,8 @@ def build_function(ins: Instruction, c: Decoder) -> Step:
     function, narrow = _FUNCTIONS[ins.op], kind.removesuffix("x2") in ("f16", "bf16")
     if (exact and ins.op not in _EXACT) or (narrow and ins.op not in _NARROW_FUNCTIONS):
         raise m.unsupported(f"{ins.op} of this kind on {kind}")
+    if narrow and ftz != (ins.op == "ex2" and kind.startswith("bf16")):
+        raise m.unsupported(".ftz is for, and needed by, ex2 of bf16")
     if kind == "f64":
         if not exact or ftz:
             raise m.unsupported("an approximation of f64")

@@ -13,6 +13,7 @@ from ptxsim.ptx import Instruction
 from ptxsim.values import BITS, MASKS, S64, SIGNED, U64, UNSIGNED, signed
 
 INTEGER_TYPES = tuple(f"{kind}{bits}" for kind in "usb" for bits in (16, 32, 64))
+NUMBER_TYPES = tuple(t for t in INTEGER_TYPES if t[0] != "b")
 PACKED_TYPES = ("u16x2", "s16x2")
 Scalar = Callable[[int, int], int]
 
@@ -73,7 +74,7 @@ def build_add(ins: Instruction, c: Decoder, sign: int) -> Step:
     """add/sub.{u,s}{16,32,64}: wraps; `.sat` clamps s32.  The most frequent integer instruction."""
     m = Modifiers(ins)
     saturate = m.flag("sat")
-    kind = m.type(*INTEGER_TYPES, *PACKED_TYPES)
+    kind = m.type(*NUMBER_TYPES, *PACKED_TYPES)
     m.done()
     if kind in PACKED_TYPES:
         if saturate or sign < 0:
@@ -156,7 +157,7 @@ def build_mul(ins: Instruction, c: Decoder) -> Step:
     """mul.{lo,hi,wide}: low or high half, or the full double-width product."""
     m = Modifiers(ins)
     part = m.choice("lo", "hi", "wide")
-    kind = m.type(*INTEGER_TYPES)
+    kind = m.type(*NUMBER_TYPES)
     m.done()
     width, view, product = width_of(kind), view_of(kind), multiply(kind, part)
     a, b = c.read(ins.operands[1], width), c.read(ins.operands[2], width)
@@ -179,7 +180,7 @@ def build_mad(ins: Instruction, c: Decoder) -> Step:
     m = Modifiers(ins)
     part = m.choice("lo", "hi", "wide")
     saturate = m.flag("sat")
-    kind = m.type(*INTEGER_TYPES)
+    kind = m.type(*NUMBER_TYPES)
     m.done()
     if saturate and (part, kind) != ("hi", "s32"):
         raise m.unsupported(".sat is for mad.hi.s32")
@@ -222,7 +223,7 @@ def build_divide(ins: Instruction, c: Decoder) -> Step:
     if any(t in ins.mods for t in FLOAT_TYPES):
         return build_float_divide(ins, c)
     m = Modifiers(ins)
-    kind = m.type(*INTEGER_TYPES)
+    kind = m.type(*NUMBER_TYPES)
     m.done()
     width, view = width_of(kind), view_of(kind)
     a, b = c.read(ins.operands[1], width), c.read(ins.operands[2], width)
@@ -265,7 +266,7 @@ def build_min_max(ins: Instruction, c: Decoder) -> Step:
         return build_float_min_max(ins, c)
     m = Modifiers(ins)
     relu = m.flag("relu")
-    kind = m.type(*INTEGER_TYPES, *PACKED_TYPES)
+    kind = m.type(*NUMBER_TYPES, *PACKED_TYPES)
     m.done()
     if relu and kind not in ("s32", "s16x2"):
         raise m.unsupported(".relu is for .s32 and .s16x2")
@@ -313,7 +314,7 @@ def build_carry(ins: Instruction, c: Decoder) -> Step:
     """Extended precision: `.cc` writes the carry flag of each thread, `addc`/`subc` use it."""
     m = Modifiers(ins)
     writes = m.flag("cc")
-    kind = m.type("u32", "s32", "b32", "u64", "s64")
+    kind = m.type("u32", "s32", "u64", "s64")
     m.done()
     width = width_of(kind)
     a, b = c.read(ins.operands[1], width), c.read(ins.operands[2], width)
@@ -409,7 +410,7 @@ def _word(value: Any, kind: str) -> Any:
 def build_sad(ins: Instruction, c: Decoder) -> Step:
     """sad: c + |a - b|."""
     m = Modifiers(ins)
-    kind = m.type(*INTEGER_TYPES)
+    kind = m.type(*NUMBER_TYPES)
     m.done()
     width, view = width_of(kind), view_of(kind)
     a, b, z = (c.read(o, width) for o in ins.operands[1:])

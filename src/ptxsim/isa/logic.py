@@ -288,8 +288,10 @@ def build_sign_select(ins: Instruction, c: Decoder) -> Step:
     m = Modifiers(ins)
     ftz = m.flag("ftz")
     kind = m.type(*INTEGER_TYPES, "f32", "f64")
-    test = m.type("s32", "f32") if len(m.left) else "s32"
+    test = m.type("s32", "f32")
     m.done()
+    if ftz and test != "f32":
+        raise m.unsupported(".ftz is for .f32")
     width = int(kind[1:])
     a, b = c.read(ins.operands[1], width), c.read(ins.operands[2], width)
     t, d = c.read(ins.operands[3], 32), c.write(ins.operands[0])
