@@ -201,9 +201,9 @@ def store_global(warp: Any, address: Any, values: Any, size: int) -> None:
         region = memory.region(low, high)
     except OutOfBounds:
         rows = np.broadcast_to(values, (len(address), *np.shape(values)[1:]))
-        for one, value in zip(address.tolist(), rows):
-            data = np.frombuffer(np.ascontiguousarray(value).tobytes(), U8)
-            memory.bytes_at(one, size)[:] = data
+        for one, row in zip(address.tolist(), rows, strict=True):
+            raw = np.frombuffer(np.ascontiguousarray(row).tobytes(), U8)
+            memory.bytes_at(one, size)[:] = raw
         return
     index = (address - np.uint64(region.start)).view(S64) >> _SHIFT[unit]
     if size > 16:

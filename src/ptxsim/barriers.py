@@ -60,8 +60,8 @@ class Mbarrier:
     def _complete(self) -> None:
         if self.pending == 0 and self.transactions < 0:
             raise BarrierError(
-                f"mbarrier {self.offset:#x}: phase {self.phase} got {-self.transactions} bytes more "
-                f"than the {self.announced} announced"
+                f"mbarrier {self.offset:#x}: phase {self.phase} got {-self.transactions} bytes "
+                f"more than the {self.announced} announced"
             )
         if self.pending == 0 and self.transactions == 0:
             self.phase += 1
@@ -102,8 +102,8 @@ class NamedBarrier:
                 f"barrier {self.number}: warp {warp} says {count} threads, the warps "
                 f"{self.warps} said {self.count}"
             )
-        # A warp may count twice: shipping kernels let one warp `bar.arrive` for a missing partner and
-        # then `bar.sync` for itself.
+        # A warp may count twice: shipping kernels let one warp `bar.arrive` for a missing partner
+        # and then `bar.sync` for itself.
         self.count = count
         self.arrived += threads
         self.warps.append(warp)

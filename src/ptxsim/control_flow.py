@@ -95,7 +95,9 @@ def _intersect(a: int, b: int, immediate: list[int | None], rank: dict[int, int]
     return a
 
 
-def _reverse_order(successors: list[list[int]], exit_block: int) -> tuple[list[int], dict[int, int]]:
+def _reverse_order(
+    successors: list[list[int]], exit_block: int
+) -> tuple[list[int], dict[int, int]]:
     """Nodes by reverse post-order of a walk from the exit against the edges."""
     predecessors: list[list[int]] = [[] for _ in range(exit_block + 1)]
     for node, following in enumerate(successors):

@@ -1,7 +1,7 @@
 """From parsed instructions to Python closures, one per instruction, with operands resolved.
 
-Each file of `ptxsim.isa` registers builders by opcode.  A builder checks every modifier (whatever it
-does not consume is an `UnsupportedInstruction`), turns operands into register slots (immediates,
+Each file of `ptxsim.isa` registers builders by opcode.  A builder checks every modifier (whatever
+it does not consume is an `UnsupportedInstruction`), turns operands into register slots (immediates,
 special registers and symbol addresses get slots of their own) and returns a function of the warp.
 
 What a step returns tells the scheduler how to go on: None for the next instruction, a
@@ -323,7 +323,7 @@ def guarded(step: Step, guard: int, negated: bool, defs: tuple[tuple[int, int], 
             result = step(warp)
         finally:
             warp.mask = outer
-        for (slot, width), old in zip(defs, kept):
+        for (slot, width), old in zip(defs, kept, strict=True):
             registers[slot] = merge(active, old, registers[slot], width)
         return result
 

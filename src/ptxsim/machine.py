@@ -242,8 +242,8 @@ class Warp:
         "group",
         "groups",
         "index",
-        "known_writes",
         "issued",
+        "known_writes",
         "local",
         "mask",
         "registers",
@@ -260,7 +260,7 @@ class Warp:
         self.cta, self.index = cta, index
         machine = cta.machine
         count = min(LANES, threads - LANES * index)
-        mask = None if count == LANES else LANE_IDS < count
+        mask = None if count == LANES else count > LANE_IDS
         self.mask = mask
         self.exited = np.zeros(LANES, bool) if mask is None else ~mask
         self.groups = [LaneGroup(self, 0, mask)]
@@ -320,14 +320,14 @@ def special(name: str, warp: Warp) -> Any:
     cta, machine = warp.cta, warp.cta.machine
     stem, _, axis_name = name[1:].partition(".")
     axis = "xyz".find(axis_name) if axis_name else 0
-    clusters = tuple(g // c for g, c in zip(machine.grid, machine.cluster))
+    clusters = tuple(g // c for g, c in zip(machine.grid, machine.cluster, strict=True))
     shapes = {
         "ntid": machine.block,
         "ctaid": cta.ctaid,
         "nctaid": machine.grid,
         "cluster_ctaid": cta.in_cluster,
         "cluster_nctaid": machine.cluster,
-        "clusterid": tuple(c // n for c, n in zip(cta.ctaid, machine.cluster)),
+        "clusterid": tuple(c // n for c, n in zip(cta.ctaid, machine.cluster, strict=True)),
         "nclusterid": clusters,
     }
     if stem == "tid":

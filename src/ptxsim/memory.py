@@ -74,7 +74,7 @@ class Region:
         self.start = base & ~15
         length = -(-(base + size - self.start) // 16) * 16
         buffer = (ctypes.c_uint8 * length).from_address(self.start)
-        self.views = views_of(np.frombuffer(buffer, np.uint8))
+        self.views = views_of(np.frombuffer(memoryview(buffer), np.uint8))
 
     @property
     def end(self) -> int:
@@ -191,7 +191,7 @@ class SharedMemory:
             self._check_write_slowly(np.array([offsets]), np.array([busy]), size)
 
     def _check_write_slowly(self, offsets: np.ndarray, busy: np.ndarray, size: int) -> None:
-        for offset, word in zip(offsets.tolist(), busy.tolist()):
+        for offset, word in zip(offsets.tolist(), busy.tolist(), strict=True):
             if word & ~BARRIER:
                 raise self._in_flight(offset, "written")
             for start in range(offset & ~7, offset + size, 8):
@@ -209,7 +209,7 @@ class SharedMemory:
         error.address = offset
         return error
 
-    def _unwritten(self, offsets: Any, size: int) -> UninitialisedRead:
+    def _unwritten(self, offsets: Any, size: int) -> UninitialisedRead | BarrierError:
         first = offsets
         if offsets.__class__ is not int:
             holes = [o for o in offsets.tolist() if not self.state[o : o + size].all()]

@@ -1,7 +1,8 @@
 """The clusters of one launch spread over forked processes.
 
-Global memory lives in shared mappings during the launch and is copied back at its end; a lock makes
-atomics atomic across processes.  Clusters are drawn from one counter, so that no process waits idle.
+Global memory lives in shared mappings during the launch and is copied back at its end; a lock
+makes atomics atomic across processes.  Clusters are drawn from one counter, so that no process
+waits idle.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class _Board:
             if drawn >= len(self.clusters):
                 return None
             _WORDS.pack_into(self.words, 0, drawn + 1, working)
-        return self.clusters[drawn]
+        first: Shape = self.clusters[drawn]
+        return first
 
     def stop(self) -> None:
         """Nobody draws another cluster."""

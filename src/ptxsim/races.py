@@ -1,10 +1,10 @@
 """Data races on shared and tensor memory, by vector clocks; on only with `launch(..., races=True)`.
 
 Each warp is an agent with a clock, and its asynchronous operations are a second agent.  A vector
-holds, for each agent, up to which of its clock values everything has happened before "now"; barriers
-carry vectors from those who arrive to those who get past.  The shadow remembers of every word its
-last writer and last reader as (agent, clock).  An access races if the one remembered is not covered
-by the vector of the accessing warp: then nothing but the schedule orders the two.
+holds, for each agent, up to which of its clock values everything has happened before "now";
+barriers carry vectors from those who arrive to those who get past.  The shadow remembers of every
+word its last writer and last reader as (agent, clock).  An access races if the one remembered is
+not covered by the vector of the accessing warp: then nothing but the schedule orders the two.
 
 An operation counts as accessing when it is issued, and hands its vector to the barrier or group it
 completes.  Of several readers only the last is remembered, the lanes of a warp are one agent, and
@@ -55,7 +55,8 @@ def start(warps: list[Any]) -> None:
 def _join(into: np.ndarray | None, vector: np.ndarray) -> np.ndarray:
     if into is None:
         return vector.copy()
-    return np.maximum(into, vector, out=into)
+    np.maximum(into, vector, out=into)
+    return into
 
 
 def arrive(warp: Any, barrier: Any) -> None:

@@ -2,10 +2,10 @@
 
 Seed 0 runs each lane group until it blocks and finishes asynchronous operations only when nothing
 else can run, the latest moment a chip could choose: whatever is not waited for is then still in
-flight when it is touched.  Odd seeds draw quanta, the order of warps and the moments of completion at
-random.  Even seeds give warps random priorities, changed now and then: the highest that can run does,
-so that some warps get as far ahead of others as the kernel's own synchronisation allows, and finish
-asynchronous operations either all at once or as late as seed 0 does.
+flight when it is touched.  Odd seeds draw quanta, the order of warps and the moments of completion
+at random.  Even seeds give warps random priorities, changed now and then: the highest that can run
+does, so that some warps get as far ahead of others as the kernel's own synchronisation allows, and
+finish asynchronous operations either all at once or as late as seed 0 does.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class Scheduler:
             return
         raise self._located(
             Deadlock(
-                f"livelock: {self.machine.options.max_steps} instructions without any barrier, copy "
-                "or store"
+                f"livelock: {self.machine.options.max_steps} instructions without any barrier, "
+                "copy or store"
             ),
             group.warp,
             group.pc,
@@ -215,7 +215,7 @@ class Scheduler:
         group.pc = pc + 1 if result == YIELD else pc  # AGAIN: the same instruction once more
 
     def _run_masked(self, group: LaneGroup, quantum: int) -> tuple[int, Any, int]:
-        """Like the fast loop, but lanes elsewhere keep their registers, and the meeting is watched."""
+        """Like the fast loop, but lanes elsewhere keep their registers, meetings are watched."""
         warp, program = group.warp, self.machine.program
         steps, defs = program.steps, program.defs
         registers = warp.registers

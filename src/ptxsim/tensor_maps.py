@@ -16,8 +16,8 @@ from ptxsim.errors import InvalidOperand
 MAP_BYTES = 128
 ELEMENT_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2}
 ELEMENT_NAMES = {
-    0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 8: "f32", 9: "f64",
-    10: "bf16",
+    0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 8: "f32",
+    9: "f64", 10: "bf16",
 }  # fmt: skip
 _CODES = {"u8": 0, "u16": 1, "u32": 2, "u64": 4, "f16": 6, "f32": 7, "f64": 9, "bf16": 10}
 SWIZZLE_SPANS = (0, 32, 64, 128)
@@ -44,7 +44,7 @@ class TensorMap:
     @property
     def box_shape(self) -> tuple[int, ...]:
         """Elements of one box per mode, after element strides."""
-        return tuple(-(-b // s) for b, s in zip(self.box, self.element_strides))
+        return tuple(-(-b // s) for b, s in zip(self.box, self.element_strides, strict=True))
 
     @property
     def box_bytes(self) -> int:
@@ -131,14 +131,15 @@ def swizzle_rows(rows: np.ndarray, span: int) -> np.ndarray:
     """
     if not span:
         return rows
-    return rows ^ (rows >> 3 & (span // 16 - 1))
+    moved: np.ndarray = rows ^ (rows >> 3 & (span // 16 - 1))
+    return moved
 
 
 def box_coordinates(found: TensorMap, start: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Byte offsets of the box's elements from the global address, outermost mode first, and which
     of them lie inside the tensor."""
     offset, inside = np.zeros((), np.int64), np.ones((), bool)
-    for mode, (first, count) in enumerate(zip(start, found.box_shape)):
+    for mode, (first, count) in enumerate(zip(start, found.box_shape, strict=True)):
         index = first + np.arange(count, dtype=np.int64) * found.element_strides[mode]
         shape = (-1,) + (1,) * mode
         good = (index >= 0) & (index < found.dims[mode])

@@ -4,8 +4,8 @@ A register of a warp holds one of
 
 * a Python `int`: the bits of all active lanes, known to be equal (uniform), non-negative;
 * an array of 32 lanes whose dtype has the register's width, in whatever interpretation its writer
-  produced (`float32`, `uint32`, `int32`, ...): readers take the view they need, most often for free;
-* a `Pair` for 64-bit registers: two 32-bit halves, as packed-float code and register moves make them;
+  produced (`float32`, `uint32`, `int32`, ...): readers take the view they need, mostly for free;
+* a `Pair` for 64-bit registers: two 32-bit halves, as packed floats and register moves make them;
   a 128-bit register is always a `Pair`, of 64-bit halves;
 * for predicates a `bool` or a boolean array of 32 lanes.
 

@@ -14,6 +14,7 @@
 | `async_copy.py`, `tensor_copy.py` | cp.async, bulk copies; tensor copies |
 | `cluster_launch.py` | clusterlaunchcontrol |
 | `matrix.py` | matrix descriptors, shared by the two below |
+| `tensor_transfer.py` | tcgen05 allocation, ld, st, wait |
 | `tcgen05.py`, `wgmma.py`, `mma.py` | matrix instructions of sm_100, sm_90, and of warps |
 """
 
@@ -33,6 +34,7 @@ from ptxsim.isa import (
     sync,
     tcgen05,
     tensor_copy,
+    tensor_transfer,
     warp,
     wgmma,
 )
@@ -53,6 +55,7 @@ __all__ = [
     "sync",
     "tcgen05",
     "tensor_copy",
+    "tensor_transfer",
     "warp",
     "wgmma",
 ]

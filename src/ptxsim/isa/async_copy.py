@@ -53,7 +53,7 @@ def build_copy(ins: Instruction, c: Decoder) -> Step:
         shared.busy[rows] += np.uint32(WRITER)
 
         def finish() -> None:
-            for offset, address, count in zip(offsets.tolist(), sources, sizes):
+            for offset, address, count in zip(offsets.tolist(), sources, sizes, strict=True):
                 data = np.zeros(size, U8)
                 if count:
                     data[:count] = cta.machine.memory.bytes_at(address, count)
@@ -123,7 +123,7 @@ def build_copy_group(ins: Instruction, c: Decoder) -> Step:
 
 @instruction("cp.async.bulk.commit_group", "cp.async.bulk.wait_group")
 def build_bulk_group(ins: Instruction, c: Decoder) -> Step:
-    """cp.async.bulk.commit_group / wait_group{.read} N: here the read and the write end together."""
+    """cp.async.bulk.commit_group / wait_group{.read} N: reads and writes end together here."""
     m = Modifiers(ins, skip=3)
     m.flag("read")
     m.done()
@@ -240,9 +240,9 @@ def destinations(
 ) -> list[tuple[SharedMemory, int, Any]]:
     """(memory, offset, mbarrier) of each CTA that a copy writes to.
 
-    A multicast writes to the same offset in each CTA of the mask and signals the barrier at the same
-    offset there.  With cta_group::2 the rank parity of the barrier operand names the CTA of each
-    destination's pair that is signalled.
+    A multicast writes to the same offset in each CTA of the mask and signals the barrier at the
+    same offset there.  With cta_group::2 the rank parity of the barrier operand names the CTA of
+    each destination's pair that is signalled.
     """
     cluster = warp.cta.cluster
     rank, offset = split_shared(target)

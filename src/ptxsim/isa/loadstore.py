@@ -1,4 +1,4 @@
-"""ld, st, prefetch and cache policies.  PTX ISA 9.7.9.8 (ld), 9.7.9.11 (st), 9.7.9.15 (prefetch)."""
+"""ld, st, prefetch and cache policies.  PTX ISA 9.7.9.8 (ld), .11 (st), .15 (prefetch)."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ def build_load(ins: Instruction, c: Decoder) -> Step:
         r = warp.registers
         parts = access.split(access.load(warp, space, address(warp), total), size, vector)
         if plain:
-            for slot, part in zip(slots, parts):
+            for slot, part in zip(slots, parts, strict=True):
                 r[slot] = part
         else:
-            for slot, part, function in zip(slots, parts, extend):
+            for slot, part, function in zip(slots, parts, extend, strict=True):
                 r[slot] = part if function is None else function(part)
 
     return races.as_flag(run) if is_flag(ins) else run
@@ -128,7 +128,7 @@ def build_store(ins: Instruction, c: Decoder) -> Step:
 
     def run(warp: Any) -> None:
         r = warp.registers
-        parts = [read(r[slot]) for read, slot in zip(readers, slots)]
+        parts = [read(r[slot]) for read, slot in zip(readers, slots, strict=True)]
         access.store(warp, space, address(warp), access.join(parts, size), size * vector)
 
     return races.as_flag(run) if is_flag(ins) else run

@@ -76,7 +76,7 @@ def build_mma(ins: Instruction, c: Decoder) -> Step:
             total = result + np.stack([low[0], high[0], low[1], high[1]])
             half = total.astype(np.float16).view(np.uint16).astype(U32)
             values = [half[0] | half[1] << np.uint32(16), half[2] | half[3] << np.uint32(16)]
-        for slot, value in zip(d, values):
+        for slot, value in zip(d, values, strict=True):
             warp.registers[slot] = value
         return None
 
@@ -116,7 +116,7 @@ def build_load(ins: Instruction, c: Decoder) -> Step:
         rows = _row_addresses(warp, address(warp), count)
         outer = warp.mask
         padded = np.resize(rows, LANES)
-        warp.mask = None if count == 4 else _LANE < 8 * count
+        warp.mask = None if count == 4 else 8 * count > _LANE
         try:
             raw = access.load_shared(warp, padded, 16)
         finally:
@@ -150,7 +150,7 @@ def build_store(ins: Instruction, c: Decoder) -> Step:
             table[number] = matrix.T if transposed else matrix
         rows = np.resize(_row_addresses(warp, address(warp), count), LANES)
         outer = warp.mask
-        warp.mask = None if count == 4 else _LANE < 8 * count
+        warp.mask = None if count == 4 else 8 * count > _LANE
         try:
             values = np.ascontiguousarray(table).reshape(LANES, 8).view(np.complex128)[:, 0]
             access.store_shared(warp, rows, values, 16)
@@ -180,5 +180,3 @@ def build_transpose(ins: Instruction, c: Decoder) -> Step:
         return None
 
     return run
-
-

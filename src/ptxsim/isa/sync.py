@@ -1,4 +1,4 @@
-"""Barriers and fences.  PTX ISA 9.7.13.1-4 (bar, barrier), 9.7.13.4 (fence), 9.7.13.15 (mbarrier)."""
+"""Barriers and fences.  PTX ISA 9.7.13.1-4 (bar, barrier, fence), 9.7.13.15 (mbarrier)."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def build_cluster_barrier(ins: Instruction, c: Decoder) -> Step:
 # mbarriers.
 def barrier_address(c: Decoder, operand: Any, space: str) -> Callable[[Any], Any]:
     """Shared address of `[a]`, generic ones translated; an int or lanes."""
-    read = address_reader(c, operand, space)
+    read: Callable[[Any], Any] = address_reader(c, operand, space)
     if space != "generic":
         return read
 
@@ -137,7 +137,7 @@ def per_address(warp: Any, address: Any) -> list[tuple[int, int]]:
         return [(address, warp.active)]
     active = address if warp.mask is None else address[warp.mask]
     values, counts = np.unique(active, return_counts=True)
-    return list(zip(values.tolist(), counts.tolist()))
+    return list(zip(values.tolist(), counts.tolist(), strict=True))
 
 
 def _space(m: Modifiers) -> tuple[str, bool]:
@@ -338,7 +338,7 @@ def build_pending(ins: Instruction, c: Decoder) -> Step:
 # Fences.
 @instruction("fence", "membar")
 def build_fence(ins: Instruction, c: Decoder) -> Step:
-    """fence.proxy.async publishes this warp's generic stores; the others order nothing more here."""
+    """fence.proxy.async publishes generic stores (see proxy.py); the others order nothing more."""
     known = {
         "proxy",
         "async",
@@ -376,6 +376,18 @@ def build_fence(ins: Instruction, c: Decoder) -> Step:
     return lambda warp: None
 
 
+def arrive_after_copies(warp: Any, line: int, barrier: Mbarrier, number: int) -> None:
+    """Issue an arrival behind the warp's cp.async."""
+
+    def arrive() -> None:
+        proxy.arrive(warp, barrier)
+        races.finish_into(op, barrier)
+        barrier.arrive(number)
+
+    op = AsyncOp("cp.async.mbarrier.arrive", warp, line, arrive)
+    warp.cta.cluster.issue(op, ("cp.async", warp.cta.rank, warp.index))
+
+
 @instruction("cp.async.mbarrier.arrive")
 def build_copy_arrive(ins: Instruction, c: Decoder) -> Step:
     """cp.async.mbarrier.arrive{.noinc}: arrives when this thread's earlier cp.async are done.
@@ -395,13 +407,6 @@ def build_copy_arrive(ins: Instruction, c: Decoder) -> Step:
             barrier = cta.cluster.barrier_at(one, cta.rank, ins.form)
             if not no_increment:
                 barrier.pending += number
-
-            def arrive(barrier: Mbarrier = barrier, number: int = number) -> None:
-                proxy.arrive(warp, barrier)
-                races.finish_into(op, barrier)
-                barrier.arrive(number)
-
-            op = AsyncOp("cp.async.mbarrier.arrive", warp, ins.line, arrive)
-            cta.cluster.issue(op, ("cp.async", cta.rank, warp.index))
+            arrive_after_copies(warp, ins.line, barrier, number)
 
     return run

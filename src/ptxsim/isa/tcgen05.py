@@ -1,7 +1,6 @@
-"""tcgen05: tensor memory and its matrix instructions.  PTX ISA 9.7.16.
+"""tcgen05.mma and tcgen05.commit.  PTX ISA 9.7.16.9-10.
 
-mma, cp and commit of a CTA run in issue order in one queue; ld and st move data when they are
-issued, and are checked against what is still in flight.
+mma and commit of a CTA run in issue order in one queue.
 """
 
 from __future__ import annotations
@@ -12,306 +11,19 @@ from typing import Any
 import numpy as np
 
 from ptxsim import races
-from ptxsim.decode import AGAIN, YIELD, Decoder, Modifiers, Step, instruction
+from ptxsim.decode import Decoder, Modifiers, Step, instruction
 from ptxsim.errors import AsyncHazard, InvalidOperand, TensorMemoryError
 from ptxsim.isa.async_copy import scalar
-from ptxsim.isa.loadstore import address_reader
 from ptxsim.isa.matrix import check_rows, operand_rows, product, read_operand, widen
-from ptxsim.isa.sync import barrier_address, uniform_int
-from ptxsim.isa.warp import FULL, gather_lanes
-from ptxsim.machine import AsyncOp, Cta, Wait
+from ptxsim.isa.sync import barrier_address
+from ptxsim.isa.tensor_transfer import group_of, pair_of, use_group
+from ptxsim.machine import AsyncOp, Cta
 from ptxsim.memory import OFFSET_MASK, split_shared
-from ptxsim.ptx import Immediate, Instruction, Memory, Vector
+from ptxsim.ptx import Instruction, Memory, Vector
 from ptxsim.tensor_memory import COLUMNS, SLAB, WRITER, TensorMemory
-from ptxsim.values import F32, U32, bits32, bits64, lanes
+from ptxsim.values import F32, U32, bits32, bits64
 
 
-def _group_of(m: Modifiers) -> int:
-    return int(m.choice("cta_group::1", "cta_group::2")[-1])
-
-
-def _use_group(warp: Any, group: int) -> None:
-    """All tcgen05 instructions of a kernel use one cta_group; pairs need a cluster."""
-    tensor = warp.cta.tensor
-    if tensor.group not in (0, group):
-        raise TensorMemoryError(f"cta_group::{group} after cta_group::{tensor.group}")
-    if group == 2 and len(warp.cta.cluster.ctas) < 2:
-        raise TensorMemoryError("cta_group::2 without a cluster of two CTAs")
-    tensor.group = group
-
-
-def _pair(cta: Cta, group: int) -> list[Cta]:
-    if group == 1:
-        return [cta]
-    even = cta.rank & ~1
-    return [cta.cluster.ctas[even], cta.cluster.ctas[even + 1]]
-
-
-def _meet_peer(warp: Any, group: int) -> bool:
-    """With cta_group::2 a warp of each CTA of the pair performs allocation and release together:
-    False if the executing one has to wait for the other (and goes on behind the instruction)."""
-    if group == 1:
-        return True
-    mine, other = warp.cta.tensor, warp.cta.cluster.ctas[warp.cta.rank ^ 1].tensor
-    mine.meetings += 1
-    number = mine.meetings
-    if other.meetings >= number:
-        return True
-    warp.group.wait = Wait(
-        lambda: other.meetings >= number,
-        lambda: "waits for the pair's other CTA to allocate or release tensor memory too",
-    )
-    return False
-
-
-@instruction("tcgen05.alloc")
-def build_alloc(ins: Instruction, c: Decoder) -> Step:
-    """tcgen05.alloc [smem], columns: waits while none are free; with a pair both CTAs take part."""
-    m = Modifiers(ins, skip=1)
-    group = _group_of(m)
-    m.choice("sync")
-    m.choice("aligned")
-    m.flag("shared::cta")
-    m.type("b32")
-    m.done()
-    where = address_reader(c, ins.operands[0], "shared")
-    count = c.read(ins.operands[1], 32)
-
-    def run(warp: Any) -> Any:
-        from ptxsim.access import store_shared
-
-        if not gather_lanes(warp, FULL):
-            return AGAIN
-        _use_group(warp, group)
-        columns = uniform_int(warp, count, "the column count")
-        tensor = warp.cta.tensor
-        if columns not in (32, 64, 128, 256, 512):
-            raise TensorMemoryError(f"tcgen05.alloc of {columns} columns: a power of two, 32..512")
-        if not tensor.permit:
-            raise TensorMemoryError("tcgen05.alloc after relinquish_alloc_permit")
-        start = tensor.find(columns)
-        if start is None:
-            warp.group.wait = Wait(
-                lambda: tensor.find(columns) is not None,
-                lambda: f"waits for {columns} free columns of tensor memory",
-            )
-            return AGAIN
-        warp.cta.machine.progress += 1
-        tensor.allocate(start, columns)
-        target = where(warp)
-        store_shared(warp, target if target.__class__ is int else int(target[0]), start, 4)
-        return None if _meet_peer(warp, group) else YIELD
-
-    return run
-
-
-@instruction("tcgen05.dealloc", "tcgen05.relinquish_alloc_permit")
-def build_dealloc(ins: Instruction, c: Decoder) -> Step:
-    """tcgen05.dealloc taddr, columns: exactly one earlier allocation; relinquish: no more allocs."""
-    m = Modifiers(ins, skip=1)
-    group = _group_of(m)
-    m.choice("sync")
-    m.choice("aligned")
-    if ins.mods[0] == "dealloc":
-        m.type("b32")
-    m.done()
-    slots = [c.read(o, 32) for o in ins.operands]
-
-    def run(warp: Any) -> Any:
-        if not gather_lanes(warp, FULL):
-            return AGAIN
-        _use_group(warp, group)
-        warp.cta.machine.progress += 1
-        if not slots:
-            warp.cta.tensor.permit = False
-            return None
-        address = uniform_int(warp, slots[0], "the tensor-memory address")
-        columns = uniform_int(warp, slots[1], "the column count")
-        _touch(warp, (0, 128, address & 0xFFFF, columns), "tcgen05.dealloc", True)
-        warp.cta.tensor.releasing = (address, columns)
-        if not _meet_peer(warp, group):
-            return YIELD  # the one that comes second releases for both
-        for cta in _pair(warp.cta, group):
-            if cta.tensor.releasing is not None:
-                cta.tensor.release(*cta.tensor.releasing)
-        return None
-
-    return run
-
-
-# Loads and stores.
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """Where register r of lane l is: row and column relative to the address."""
-
-    rows: int
-    columns: int
-    row: np.ndarray  # (registers, 32)
-    column: np.ndarray
-
-
-def shape_table(name: str, times: int, step: int = 0) -> _Shape:
-    """The tables of PTX ISA 9.7.16.2.3 for .xN."""
-    lane = np.arange(32)[None, :]
-    if name == "32x32b":
-        r = np.arange(times)[:, None]
-        return _Shape(32, times, lane + 0 * r, r + 0 * lane)
-    if name == "16x64b":
-        r = np.arange(times)[:, None]
-        return _Shape(16, 2 * times, lane // 4 + 8 * (lane % 2) + 0 * r, lane // 2 % 2 + 2 * r)
-    if name == "16x128b":
-        r = np.arange(2 * times)[:, None]
-        return _Shape(16, 4 * times, lane // 4 + 8 * (r % 2), lane % 4 + 4 * (r // 2))
-    if name == "16x256b":
-        r = np.arange(4 * times)[:, None]
-        return _Shape(
-            16, 8 * times, lane // 4 + 8 * (r // 2 % 2), r % 2 + 2 * (lane % 4) + 8 * (r // 4)
-        )
-    r = np.arange(times)[:, None]  # 16x32bx2
-    return _Shape(16, step + times, lane % 16 + 0 * r, r + step * (lane // 16))
-
-
-def _transfer(ins: Instruction, c: Decoder, m: Modifiers) -> tuple[_Shape, bool, Any]:
-    m.choice("sync")
-    m.choice("aligned")
-    name = m.choice("32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2")
-    times = int(m.choice(*(f"x{1 << i}" for i in range(8)))[1:])
-    packed = m.flag("pack::16b", "unpack::16b")
-    m.type("b32")
-    m.done()
-    memory = next(o for o in ins.operands if isinstance(o, Memory))
-    step = 0
-    if name == "16x32bx2":
-        extra = next(o for o in ins.operands if isinstance(o, Immediate))
-        step = extra.bits
-    shape = shape_table(name, times, step)
-    return shape, packed, c.address(memory)
-
-
-def _window(warp: Any, address: int, shape: _Shape, packed: bool, what: str) -> tuple[int, int]:
-    """Lane and column of the address, checked against the warp's 32 lanes and the allocation."""
-    lane, column = address >> 16, address & 0xFFFF
-    base = 32 * (warp.index % 4)
-    if not base <= lane or lane + shape.rows > base + 32:
-        raise TensorMemoryError(
-            f"{what} at lane {lane}: warp {warp.index} reaches lanes {base}..{base + 31} only"
-        )
-    if shape.rows == 32 and lane % 32 or lane % 16:
-        raise TensorMemoryError(f"{what} at lane {lane}: not a multiple of the window's rows")
-    columns = shape.columns * (2 if packed else 1)
-    warp.cta.tensor.check_window(lane, shape.rows, column, columns, what)
-    return lane, column
-
-
-def _touch(warp: Any, window: tuple[int, int, int, int], what: str, writing: bool) -> None:
-    """An access by a warp to (lane, rows, column, columns), for race detection."""
-    lane, rows, column, columns = window
-    shadow = warp.cta.tensor.shadow
-    if shadow is not None:
-        cells = (slice(lane, lane + rows), slice(column, column + columns))
-        races.access(warp, shadow, cells, writing, what)
-
-
-@instruction("tcgen05.ld")
-def build_load(ins: Instruction, c: Decoder) -> Step:
-    """tcgen05.ld of all shapes; values are delivered at once, in-flight cells are an error."""
-    m = Modifiers(ins, skip=1)
-    shape, packed, (slot, offset) = _transfer(ins, c, m)
-    slots = c.writes(ins.operands[0], 32)
-    if len(slots) != len(shape.row):
-        raise m.unsupported(f"{len(slots)} registers instead of {len(shape.row)}")
-    straight = shape.rows == 32 and not packed
-
-    def run(warp: Any) -> Any:
-        if not gather_lanes(warp, FULL):
-            return AGAIN
-        r, tensor = warp.registers, warp.cta.tensor
-        address = (uniform_int(warp, slot, "the tensor-memory address") + offset) & 0xFFFFFFFF
-        lane, column = _window(warp, address, shape, packed, "tcgen05.ld")
-        columns = shape.columns * (2 if packed else 1)
-        _touch(warp, (lane, shape.rows, column, columns), "tcgen05.ld", False)
-        tensor.check_idle(lane, shape.rows, column, columns, "tcgen05.ld")
-        if straight:
-            tensor.check_written(slice(lane, lane + 32), column, columns, "tcgen05.ld")
-            block = tensor.cells[lane : lane + 32, column : column + columns]
-            for target, row in zip(slots, np.ascontiguousarray(block.T)):
-                r[target] = row
-            return None
-        rows, cols = shape.row + lane, shape.column
-        index = (rows, column + cols) if not packed else (rows, column + 2 * cols)
-        if not tensor.written[index].all():
-            tensor.check_written(slice(lane, lane + shape.rows), column, columns, "tcgen05.ld")
-        values = tensor.cells[index]
-        if packed:
-            high = tensor.cells[rows, column + 2 * cols + 1]
-            values = (values & np.uint32(0xFFFF)) | high << np.uint32(16)
-        for target, row in zip(slots, values):
-            r[target] = row
-        return None
-
-    return run
-
-
-@instruction("tcgen05.st")
-def build_store(ins: Instruction, c: Decoder) -> Step:
-    """tcgen05.st of all shapes; until wait::st the cells may not be used by others."""
-    m = Modifiers(ins, skip=1)
-    shape, packed, (slot, offset) = _transfer(ins, c, m)
-    source = next(o for o in reversed(ins.operands) if not isinstance(o, (Memory, Immediate)))
-    slots = c.reads(source, 32)
-    if len(slots) != len(shape.row):
-        raise m.unsupported(f"{len(slots)} registers instead of {len(shape.row)}")
-
-    def run(warp: Any) -> Any:
-        if not gather_lanes(warp, FULL):
-            return AGAIN
-        r, tensor = warp.registers, warp.cta.tensor
-        address = (uniform_int(warp, slot, "the tensor-memory address") + offset) & 0xFFFFFFFF
-        lane, column = _window(warp, address, shape, packed, "tcgen05.st")
-        columns = shape.columns * (2 if packed else 1)
-        _touch(warp, (lane, shape.rows, column, columns), "tcgen05.st", True)
-        tensor.check_idle(lane, shape.rows, column, columns, "tcgen05.st", writing=True)
-        values = np.stack([lanes(bits32(r[s]), 32) for s in slots])
-        rows, cols = shape.row + lane, shape.column
-        if packed:
-            tensor.cells[rows, column + 2 * cols] = values & np.uint32(0xFFFF)
-            tensor.cells[rows, column + 2 * cols + 1] = values >> np.uint32(16)
-        else:
-            tensor.cells[rows, column + cols] = values
-        tensor.written[lane : lane + shape.rows, column : column + columns] = True
-        warp.stores.append((lane, shape.rows, column, columns))
-        return None
-
-    return run
-
-
-@instruction("tcgen05.wait::ld", "tcgen05.wait::st")
-def build_wait(ins: Instruction, c: Decoder) -> Step:
-    """tcgen05.wait::{ld,st}: this thread's transfers are complete."""
-    m = Modifiers(ins, skip=1)
-    m.choice("sync")
-    m.choice("aligned")
-    m.done()
-    stores = ins.mods[0] == "wait::st"
-
-    def run(warp: Any) -> Any:
-        if not gather_lanes(warp, FULL):
-            return AGAIN
-        if stores:
-            warp.stores.clear()
-        return None
-
-    return run
-
-
-@instruction("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
-def build_fence(ins: Instruction, c: Decoder) -> Step:
-    """tcgen05.fence: ordering only; shipping compilers leave it out, so its absence is no error."""
-    Modifiers(ins, skip=1).done()
-    return lambda warp: None
-
-
-# Matrix instructions.
 @dataclass(frozen=True, slots=True)
 class _Form:
     """The 32-bit instruction descriptor of kind::f16 and kind::tf32."""
@@ -406,7 +118,10 @@ class _Mma:
             if a
             else (form.b_kind, form.b_mn, form.b_negate)
         )
-        parts = [read_operand(cta.shared, part, kind, mn) for cta, part in zip(self.ctas, rows)]
+        parts = [
+            read_operand(cta.shared, part, kind, mn)
+            for cta, part in zip(self.ctas, rows, strict=True)
+        ]
         return [-p for p in parts] if negate else parts
 
     def tensor_a(self, cta: Cta) -> np.ndarray:
@@ -419,37 +134,36 @@ class _Mma:
 
     def execute(self) -> None:
         """D = A B^T (+ D), for each CTA its own rows of A against all of B."""
-        form = self.form
         b = np.concatenate(self.operand(self.b_rows, a=False))
         a_parts = (
             [self.tensor_a(cta) for cta in self.ctas]
             if self.a_in_tensor
             else self.operand(self.a_rows, a=True)
         )
-        for cta, a in zip(self.ctas, a_parts):
-            self._accumulate(cta.tensor, product(a, b))
+        for number, (cta, a) in enumerate(zip(self.ctas, a_parts, strict=True)):
+            self._accumulate(cta.tensor, product(a, b), number)
         self.mark(-1)
-        del form
 
-    def _accumulate(self, tensor: TensorMemory, result: np.ndarray) -> None:
+    def _accumulate(self, tensor: TensorMemory, result: np.ndarray, number: int) -> None:
         lane, column = self.d >> 16, self.d & 0xFFFF
         form = self.form
         rows = result_lanes(form.m, self.group) + lane
         if (form.m, self.group) == (128, 2):  # 64 rows: the columns' halves lie one below the other
             half = form.n // 2
-            self._write(tensor, rows, column, result[:, :half])
-            self._write(tensor, rows + 64, column, result[:, half:])
+            self._write(tensor, (rows, column), result[:, :half], number)
+            self._write(tensor, (rows + 64, column), result[:, half:], number)
         else:
-            self._write(tensor, rows, column, result)
+            self._write(tensor, (rows, column), result, number)
 
-    def _write(self, tensor: TensorMemory, rows: np.ndarray, column: int, new: np.ndarray) -> None:
-        if len(rows) == 128 and self.disabled is None:
-            where: Any = (slice(0, 128), slice(column, column + new.shape[1]))
-        elif rows[-1] - rows[0] + 1 == len(rows) and self.disabled is None:
-            where = (slice(rows[0], rows[-1] + 1), slice(column, column + new.shape[1]))
+    def _write(
+        self, tensor: TensorMemory, place: tuple[np.ndarray, int], new: np.ndarray, number: int
+    ) -> None:
+        rows, column = place
+        if rows[-1] - rows[0] + 1 == len(rows) and self.disabled is None:
+            where: Any = (slice(rows[0], rows[-1] + 1), slice(column, column + new.shape[1]))
         else:
             if self.disabled is not None:
-                keep = ~self.disabled[rows]
+                keep = ~self.disabled[number][rows]
                 rows, new = rows[keep], new[keep]
             where = np.ix_(rows, np.arange(column, column + new.shape[1]))
         if self.form.d_f16:
@@ -510,7 +224,7 @@ def _a_lanes(m: int, group: int) -> np.ndarray:
 def build_mma(ins: Instruction, c: Decoder) -> Step:
     """tcgen05.mma.cta_group::G.kind::{f16,tf32} [d], a, b, idesc{, lanes}, enable_d{, scale}."""
     m = Modifiers(ins, skip=1)
-    group = _group_of(m)
+    group = group_of(m)
     kind = m.choice("kind::f16", "kind::tf32").split("::")[1]
     m.done()
     d_slot, d_offset = c.address(ins.operands[0])
@@ -528,7 +242,7 @@ def build_mma(ins: Instruction, c: Decoder) -> Step:
     scale = rest[1].bits if len(rest) > 1 else 0  # type: ignore[union-attr]
 
     def run(warp: Any) -> None:
-        _use_group(warp, group)
+        use_group(warp, group)
         r, cta = warp.registers, warp.cta
         # One thread issues; every operand is read as that thread's value.
         lane_mask = warp.mask
@@ -543,7 +257,7 @@ def build_mma(ins: Instruction, c: Decoder) -> Step:
         op = _Mma(
             form,
             group,
-            _pair(cta, group),
+            pair_of(cta, group),
             (scalar(warp, bits32(r[d_slot])) + d_offset) & 0xFFFFFFFF,
             _a_value(warp, r[a_slot], a_in_tensor, a_offset),
             a_in_tensor,
@@ -572,14 +286,14 @@ def _a_value(warp: Any, value: Any, in_tensor: bool, offset: int) -> int:
 
 
 def _disabled(warp: Any, slots: list[int] | None) -> np.ndarray | None:
-    """The lanes that a disable mask names; None for the usual zeros."""
+    """For each CTA, the lanes that a disable mask names; None for the usual zeros."""
     if slots is None:
         return None
     words = [scalar(warp, bits32(warp.registers[s])) for s in slots]
     if not any(words):
         return None
     bits = np.array(words, U32).view(np.uint8)
-    return np.unpackbits(bits, bitorder="little")[:128].astype(bool)
+    return np.unpackbits(bits, bitorder="little").astype(bool).reshape(-1, 128)
 
 
 def _resolve(op: _Mma) -> None:
@@ -642,7 +356,7 @@ def _check_stores(cta: Cta, op: _Mma) -> None:
 def build_commit(ins: Instruction, c: Decoder) -> Step:
     """tcgen05.commit: when all earlier tcgen05 operations of the thread are done, arrive once."""
     m = Modifiers(ins, skip=1)
-    group = _group_of(m)
+    group = group_of(m)
     m.choice("mbarrier::arrive::one")
     m.flag("shared::cluster")
     multicast = m.flag("multicast::cluster")
@@ -652,7 +366,7 @@ def build_commit(ins: Instruction, c: Decoder) -> Step:
     mask_slot = c.read(ins.operands[1], 16) if multicast else None
 
     def run(warp: Any) -> None:
-        _use_group(warp, group)
+        use_group(warp, group)
         cta = warp.cta
         if warp.mask is None or int(warp.mask.sum()) != 1:
             raise InvalidOperand("tcgen05.commit must be executed by one thread")

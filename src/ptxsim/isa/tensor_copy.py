@@ -1,4 +1,4 @@
-"""cp{.reduce}.async.bulk.tensor: boxes of 1-D to 5-D tensors.  PTX ISA 9.7.9.25.5 (tensor copies)."""
+"""cp{.reduce}.async.bulk.tensor: boxes of 1-D to 5-D tensors.  PTX ISA 9.7.9.25.5."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ptxsim.machine import AsyncOp, Machine
 from ptxsim.memory import OFFSET_MASK, PARAM_BASE, TILED, WRITER, SharedMemory
 from ptxsim.ptx import Instruction, Memory, Vector
 from ptxsim.tensor_maps import TensorMap
-from ptxsim.values import U8, bits32, signed
+from ptxsim.values import U8, signed
 
 
 def read_map(machine: Machine, address: int) -> TensorMap:
@@ -94,7 +94,7 @@ def box_rows(found: TensorMap, shared: SharedMemory, offset: int) -> tuple[slice
 
 @instruction("cp.async.bulk.tensor")
 def build_tensor_copy(ins: Instruction, c: Decoder) -> Step:
-    """cp.async.bulk.tensor: loads signal an mbarrier with the full box, stores join the bulk group."""
+    """cp.async.bulk.tensor: loads signal an mbarrier with a full box, stores join a bulk group."""
     if "bulk_group" in ins.mods:
         return _build_store(ins, c, reduces=False)
     m = Modifiers(ins, skip=3)

@@ -30,7 +30,7 @@ class Chain:
 
     def __init__(self) -> None:
         self.op: AsyncOp | None = None
-        self.value: np.ndarray | None = None
+        self.value: Any = None  # the words of the registers, once it has run
 
 
 class Pending:
@@ -75,7 +75,7 @@ def register_a(warp: Any, slots: list[int], kind: str) -> np.ndarray:
 
 @instruction("wgmma.mma_async")
 def build_mma(ins: Instruction, c: Decoder) -> Step:
-    """wgmma.mma_async.m64nNkK.{f32,f16}.kind.kind d, a, b, p, imm-a, imm-b{, trans-a}{, trans-b}."""
+    """wgmma.mma_async.m64nNkK.{f32,f16}.kind.kind d, a, b, p, imm-a, imm-b{, trans-a, trans-b}."""
     m = Modifiers(ins, skip=1)
     m.choice("sync")
     m.choice("aligned")
@@ -187,7 +187,7 @@ def _unpack(words: np.ndarray, d_kind: str) -> np.ndarray:
     return np.stack([low, high], 1).reshape(-1, 32)
 
 
-def _pack(values: np.ndarray, d_kind: str) -> np.ndarray:
+def _pack(values: np.ndarray, d_kind: str) -> Any:
     if d_kind == "f32":
         return np.ascontiguousarray(values, F32).view(U32)
     half = values.astype(np.float16).view(np.uint16).astype(U32).reshape(-1, 2, 32)
