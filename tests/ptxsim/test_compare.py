@@ -12,7 +12,7 @@ from oracles import Array, bits_of, check, integers, reading
 
 import ptxsim
 
-COUNT = 96
+COUNT = 64
 ORDERED: dict[str, Callable[[object, object], bool]] = {
     "eq": lambda a, b: a == b,
     "ne": lambda a, b: a != b,

@@ -16,7 +16,7 @@ from oracles import bits_of, check, integers, reading
 import ptxsim
 
 Array = np.ndarray
-COUNT = 160
+COUNT = 96
 INTEGERS = tuple(f"{k}{n}" for k in "us" for n in (8, 16, 32, 64))
 
 

@@ -26,7 +26,7 @@ from floats import (
 )
 
 Array = np.ndarray
-COUNT = 160
+COUNT = 96
 MODES = ("rn", "rz", "rm", "rp")
 SOME = {
     1: [(False,), (True,)],

@@ -122,7 +122,7 @@ def test_ops_counts_forms_and_names_what_cannot_run(
     out = capsys.readouterr().out
     assert "fma.rs.f32    UNSUPPORTED" in out
     line = next(n for n, row in enumerate(text.split("\n"), 1) if "fma.rs" in row)
-    assert f"fma.rs.f32: modifier .rs is not supported here (lines {line})" in out
+    assert f"fma.rs.f32: needs one of .rn, .rz, .rm, .rp (lines {line})" in out
     assert "tex.2d: no such instruction here" in out
 
 
@@ -138,7 +138,7 @@ def test_lint_lists_errors_and_suspicions(
     out = capsys.readouterr().out
     assert out == f"{name}:{line}: note: %a may be read before it is written\n"
     assert main(["lint", ptx_file(tmp_path, SAXPY.replace("fma.rn", "fma.rs"))]) == 1
-    assert "error: fma.rs.f32: modifier .rs" in capsys.readouterr().out
+    assert "error: fma.rs.f32: needs one of .rn" in capsys.readouterr().out
 
 
 def test_lint_notes_what_is_opened_and_never_closed(

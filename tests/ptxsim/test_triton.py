@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -27,15 +26,12 @@ NAN = float("nan")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiled kernels of this run only."""
-    before = os.environ.get("TRITON_CACHE_DIR")
-    os.environ["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    yield
-    if before is None:
-        del os.environ["TRITON_CACHE_DIR"]
-    else:
-        os.environ["TRITON_CACHE_DIR"] = before
+def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compiled kernels of this run only, and the compiler's fusion said out loud."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+        yield
 
 
 @triton.jit
