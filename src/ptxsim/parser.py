@@ -31,7 +31,8 @@ from ptxsim.ptx import (
 
 _TOKEN = re.compile(
     r"""(?P<ws>[ \t\r]+)|(?P<nl>\n)|(?P<str>"[^"\n]*")
-    |(?P<num>-?0[fF][0-9a-fA-F]{8}|-?0[dD][0-9a-fA-F]{16}|-?0[xX][0-9a-fA-F]+U?|-?\d+(?:\.\d+)?U?)
+    |(?P<num>-?0[fF][0-9a-fA-F]{8}|-?0[dD][0-9a-fA-F]{16}|-?0[xX][0-9a-fA-F]+U?
+        |-?0[bB][01]+U?|-?\d+(?:\.\d+(?:[eE][-+]?\d+)?)?U?)
     |(?P<word>\.?[A-Za-z_$%][\w$]*(?:(?:::|\.)\w+)*)
     |(?P<punct>[{}()\[\],;:@!|+=<>-])""",
     re.X,
@@ -61,7 +62,9 @@ def parse_number(token: str) -> Immediate:
         return Immediate(int(body[2:], 16), "f64")
     if "." in body:
         return Immediate(struct.unpack("<Q", struct.pack("<d", float(token)))[0], "f64")
-    value = int(body.removesuffix("U"), 0 if body[:2] in ("0x", "0X") else 10)
+    digits = body.removesuffix("U")
+    base = {"0x": 16, "0b": 2}.get(digits[:2].lower(), 8 if digits[0] == "0" else 10)
+    value = int(digits, base)
     return Immediate(-value if token[0] == "-" else value)
 
 
@@ -95,6 +98,8 @@ class _Parser:
     # Small steps over the tokens.
     @property
     def token(self) -> str:
+        if self.at >= len(self.tokens):
+            raise ParseError("the file ends inside a statement", line=self.tokens[-1][2])
         return self.tokens[self.at][1]
 
     @property
@@ -102,7 +107,7 @@ class _Parser:
         return self.tokens[self.at][2]
 
     def next(self) -> str:
-        value = self.tokens[self.at][1]
+        value = self.token
         self.at += 1
         return value
 
@@ -205,8 +210,10 @@ class _Parser:
             self.expect("]")
         data = self._initialiser(size_of, count) if self.accept("=") else None
         self.expect(";")
-        size = 0 if open_ended and data is None else size_of * count
-        return Variable(name, space_name, size, align or size_of, data, extern or open_ended)
+        size = size_of * count
+        if open_ended:
+            size = 0 if data is None else len(data)
+        return Variable(name, space_name, size, align or size_of, data, extern or size == 0)
 
     def _initialiser(self, size_of: int, count: int) -> bytes:
         values: list[int] = []
