@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ class Mbarrier:
     phase: int = 0
     announced: int = 0
     history: list[str] = field(default_factory=list)
+    home: Any = None  # the SharedMemory it lies in
     arriving: proxy.Writes = field(default_factory=dict)
     arrived_writes: proxy.Writes = field(default_factory=dict)
     arriving_vector: np.ndarray | None = None

@@ -214,7 +214,7 @@ class Cta:
     def initialise_barrier(self, offset: int, count: int) -> None:
         """mbarrier.init; the object is opaque to reads and writes from then on."""
         shared = self.shared
-        shared.barriers[offset] = Mbarrier(offset, count, count)
+        shared.barriers[offset] = Mbarrier(offset, count, count, home=shared)
         shared.state[offset : offset + 8] = 0
         shared.busy[offset >> 4] |= BARRIER
 

@@ -161,6 +161,13 @@ def operand(op: Any, shared: Any, index: Any, writing: bool) -> None:
         access(op, shared.shadow, rows(index), writing, op.name)
 
 
+def use(actor: Any, barrier: Any) -> None:
+    """An mbarrier is used: somebody must have initialised it before."""
+    if actor.vector is not None:
+        index = words(barrier.offset, 8)
+        access(actor, barrier.home.shadow, index, False, "an operation on an mbarrier")
+
+
 def line_of(warp: Any) -> int:
     """The PTX line that the warp executes."""
     return int(warp.cta.machine.program.kernel.code[warp.group.pc].line)

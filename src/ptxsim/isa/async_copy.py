@@ -229,7 +229,8 @@ def build_bulk_to_shared(ins: Instruction, c: Decoder) -> Step:
         op = cluster.issue(AsyncOp("cp.async.bulk", warp, ins.line, finish))
         if not from_global:
             races.operand(op, own, source_rows, False)
-        for shared, offset, _ in places:
+        for shared, offset, barrier in places:
+            races.use(op, barrier)
             races.operand(op, shared, shared.rows(offset, size), True)
 
     return lambda warp: each_lane(warp, one)

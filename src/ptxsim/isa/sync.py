@@ -177,6 +177,9 @@ def build_init(ins: Instruction, c: Decoder) -> Step:
             if old is not None and (old.pending != old.expected or old.transactions):
                 raise BarrierError(f"mbarrier.init of a barrier in use: {old.describe()}")
             cta.initialise_barrier(offset, number)
+            if cta.shared.shadow is not None:
+                where = races.words(offset, 8)
+                races.access(warp, cta.shared.shadow, where, True, "mbarrier.init")
 
     return run
 
@@ -212,6 +215,7 @@ def build_arrive(ins: Instruction, c: Decoder) -> Step:
             if state is not None:
                 warp.registers[state] = barrier.phase & 1
             total = _total(warp, target, one, amounts, number)
+            races.use(warp, barrier)
             proxy.arrive(warp, barrier)
             if expects:
                 barrier.expect(total)
@@ -253,6 +257,7 @@ def build_transactions(ins: Instruction, c: Decoder) -> Step:
         for one, number in per_address(warp, target):
             barrier = cta.cluster.barrier_at(one, None if remote else cta.rank, ins.form)
             total = _total(warp, target, one, bits32(warp.registers[size]), number)
+            races.use(warp, barrier)
             if expects:
                 barrier.expect(total)
             else:
@@ -287,6 +292,7 @@ def build_wait(ins: Instruction, c: Decoder) -> Step:
         if target.__class__ is not int or wanted.__class__ is not int:
             return _wait_by_lanes(warp, target, wanted, p, blocks)
         barrier = cta.cluster.barrier_at(target, cta.rank, ins.form)
+        races.use(warp, barrier)
         if barrier.done(wanted & 1):
             proxy.get_past(warp, barrier)
             warp.registers[p] = True

@@ -387,5 +387,7 @@ def build_commit(ins: Instruction, c: Decoder) -> Step:
 
         commit = AsyncOp("commit", warp, ins.line, finish)
         cta.cluster.issue(commit, ("tcgen05", cta.rank))
+        for barrier in found:
+            races.use(commit, barrier)
 
     return run

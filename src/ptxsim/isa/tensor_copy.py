@@ -142,7 +142,8 @@ def build_tensor_copy(ins: Instruction, c: Decoder) -> Step:
                 barrier.complete(found.box_bytes)
 
         op = cluster.issue(AsyncOp("cp.async.bulk.tensor", warp, ins.line, finish))
-        for shared, whole, _, _ in targets:
+        for shared, whole, _, barrier in targets:
+            races.use(op, barrier)
             races.operand(op, shared, whole, True)
 
     return lambda warp: each_lane(warp, one)
