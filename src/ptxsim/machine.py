@@ -6,6 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ class Machine:
     # Do other processes still run clusters of this launch?  See parallel.py.
     others_work: Callable[[], bool] = lambda: False
     atomic: Any = field(default_factory=contextlib.nullcontext)  # held by read-modify-writes
-    param_views: dict[int, np.ndarray] = field(default_factory=dict)
+    param_values: dict[int, list[int]] = field(default_factory=dict)  # of each ld.param, by index
     warnings: list[str] = field(default_factory=list)
     steps: int = 0
     progress: int = 0  # barrier arrivals, operations issued and finished, exits
@@ -306,13 +307,25 @@ class Warp:
         return ~self.exited
 
 
-def _thread_coordinates(warp: Warp, axis: int) -> Any:
-    block = warp.cta.machine.block
-    linear = np.arange(LANES, dtype=np.uint32) + np.uint32(LANES * warp.index)
+@lru_cache(maxsize=4096)
+def _thread_coordinates(block: Shape, axis: int, index: int) -> Any:
+    linear = np.arange(LANES, dtype=np.uint32) + np.uint32(LANES * index)
     divisor = (1, block[0], block[0] * block[1])[axis]
     values = linear // np.uint32(divisor) % np.uint32(block[axis])
     first = int(values[0])
     return first if (values == first).all() else values.astype(np.uint32)
+
+
+_ONE = np.uint32(1)
+_BELOW = (_ONE << LANE_IDS) - _ONE
+_LANE_REGISTERS = {
+    "laneid": LANE_IDS,
+    "lanemask_eq": _ONE << LANE_IDS,
+    "lanemask_lt": _BELOW,
+    "lanemask_le": _BELOW | _ONE << LANE_IDS,
+    "lanemask_gt": ~(_BELOW | _ONE << LANE_IDS),
+    "lanemask_ge": ~_BELOW,
+}
 
 
 def special(name: str, warp: Warp) -> Any:
@@ -320,43 +333,36 @@ def special(name: str, warp: Warp) -> Any:
     cta, machine = warp.cta, warp.cta.machine
     stem, _, axis_name = name[1:].partition(".")
     axis = "xyz".find(axis_name) if axis_name else 0
-    clusters = tuple(g // c for g, c in zip(machine.grid, machine.cluster, strict=True))
+    if stem == "tid":
+        return _thread_coordinates(machine.block, axis, warp.index)
+    if stem in _LANE_REGISTERS:
+        return _LANE_REGISTERS[stem]
+    if stem.startswith(("clock", "globaltimer")):
+        return 0  # `mov` reads a running count instead, see isa/control.py
+    grid, cluster = machine.grid, machine.cluster
     shapes = {
         "ntid": machine.block,
         "ctaid": cta.ctaid,
-        "nctaid": machine.grid,
+        "nctaid": grid,
         "cluster_ctaid": cta.in_cluster,
-        "cluster_nctaid": machine.cluster,
-        "clusterid": tuple(c // n for c, n in zip(cta.ctaid, machine.cluster, strict=True)),
-        "nclusterid": clusters,
+        "cluster_nctaid": cluster,
+        "clusterid": tuple(c // n for c, n in zip(cta.ctaid, cluster, strict=True)),
+        "nclusterid": tuple(g // c for g, c in zip(grid, cluster, strict=True)),
     }
-    if stem == "tid":
-        return _thread_coordinates(warp, axis)
     if stem in shapes:
         return int(shapes[stem][axis])
-    lane = LANE_IDS
-    one = np.uint32(1)
-    plain: dict[str, Any] = {
-        "laneid": lane,
+    plain = {
         "warpid": warp.index,
-        "nwarpid": len(cta.warps) if hasattr(cta, "warps") else -(-cta.threads // LANES),
-        "smid": (cta.ctaid[0] + machine.grid[0] * (cta.ctaid[1] + machine.grid[1] * cta.ctaid[2]))
-        % 148,
+        "nwarpid": -(-cta.threads // LANES),
+        "smid": (cta.ctaid[0] + grid[0] * (cta.ctaid[1] + grid[1] * cta.ctaid[2])) % 148,
         "nsmid": 148,
         "gridid": 0,
         "cluster_ctarank": cta.rank,
-        "cluster_nctarank": machine.cluster[0] * machine.cluster[1] * machine.cluster[2],
-        "is_explicit_cluster": machine.cluster != (1, 1, 1),
-        "lanemask_eq": one << lane,
-        "lanemask_lt": (one << lane) - one,
-        "lanemask_le": ((one << lane) - one) | (one << lane),
-        "lanemask_gt": ~(((one << lane) - one) | (one << lane)),
-        "lanemask_ge": ~((one << lane) - one),
+        "cluster_nctarank": cluster[0] * cluster[1] * cluster[2],
+        "is_explicit_cluster": cluster != (1, 1, 1),
         "dynamic_smem_size": machine.shared,
         "total_smem_size": machine.shared + machine.program.decoder.static_shared,
     }
     if stem in plain:
         return plain[stem]
-    if stem.startswith(("clock", "globaltimer")):
-        return 0  # read by `mov` as a running count; see isa/moves.py
     raise SimulationError(f"special register {name} is not supported")

@@ -10,7 +10,7 @@ from ptxsim import access, races
 from ptxsim.decode import Decoder, Modifiers, Step, instruction
 from ptxsim.errors import InvalidOperand
 from ptxsim.memory import PARAM_BASE
-from ptxsim.ptx import TYPE_BYTES, Instruction
+from ptxsim.ptx import TYPE_BYTES, Instruction, Memory, Symbol
 from ptxsim.values import MASKS, UNSIGNED, bits32, bits64, signed
 
 TYPES = tuple(
@@ -82,6 +82,19 @@ def build_load(ins: Instruction, c: Decoder) -> Step:
     total = size * vector
     extend = [_extender(kind, 8 * size, width) for width in widths]
     plain = all(e is None for e in extend)
+
+    base, pc = ins.operands[1], c.pc
+    if space == "param" and isinstance(base, Memory) and isinstance(base.base, Symbol):
+
+        def parameter(warp: Any) -> None:
+            values = warp.cta.machine.param_values
+            if pc not in values:
+                parts = access.split(access.load(warp, space, address(warp), total), size, vector)
+                values[pc] = [p if f is None else f(p) for p, f in zip(parts, extend, strict=True)]
+            for slot, value in zip(slots, values[pc], strict=True):
+                warp.registers[slot] = value
+
+        return parameter
 
     def run(warp: Any) -> None:
         r = warp.registers

@@ -25,9 +25,11 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import ptxsim
 from ptxsim.launchers.tensors import KnownTensors, as_cuda_dlpack, is_cpu_tensor
 
 _FATBIN_HEADER = struct.Struct("<IHHQ")
@@ -126,20 +128,22 @@ def _make_callback(session: Session) -> Any:
 
 
 def _read_launch(ptx: str, name: str, shape: list[int], shared: int, params: Any) -> Launch:
-    from ptxsim.parser import parse
-
-    sizes = [p.size for p in parse(ptx).entry(name).params]
+    sizes = [p.size for p in module_of(ptx).ptx.entry(name).params]
     # The parameters live on the host function's stack: copy the bytes now.
     values = tuple(ctypes.string_at(params[i], size) for i, size in enumerate(sizes))
     grid, block, cluster = tuple(shape[0:3]), tuple(shape[3:6]), tuple(shape[6:9])
     return Launch(ptx, name, grid, block, cluster, shared, values)  # type: ignore[arg-type]
 
 
+@lru_cache(maxsize=16)
+def module_of(ptx: str) -> ptxsim.Module:
+    """The module of a PTX text; one that was launched before is not decoded again."""
+    return ptxsim.load(ptx)
+
+
 def run_launch(launch: Launch, tensors: KnownTensors, **options: Any) -> None:
     """Execute one recorded launch in the simulator."""
-    import ptxsim
-
-    ptxsim.load(launch.ptx).launch(
+    module_of(launch.ptx).launch(
         launch.grid,
         launch.block,
         launch.params,
