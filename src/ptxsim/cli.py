@@ -28,7 +28,10 @@ from ptxsim.isa.rounding import to_bf16_bits
 from ptxsim.module import Module, load
 from ptxsim.trace import Tracer
 
-LAUNCH_KEYS = ("grid", "block", "cluster", "shared", "seed", "strict", "kernel", "args")
+LAUNCH_KEYS = (
+    *("grid", "block", "cluster", "shared", "seed", "strict", "races", "processes"),
+    *("kernel", "args"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--args", type=Path, required=True, help="JSON of the launch (see the docs)")
     run.add_argument("--seed", type=int, help="schedule seed, instead of the JSON's")
     run.add_argument("--strict", action="store_true", help="strict warnings are errors")
+    run.add_argument("--races", action="store_true", help="look for data races")
     run.add_argument("--trace", type=int, default=20, help="instructions shown before a failure")
     run.set_defaults(run=_run)
     ops = commands.add_parser("ops", help="list the instruction forms and which cannot run")
@@ -141,8 +145,7 @@ def _plan(args: argparse.Namespace) -> dict[str, Any]:
     plan.setdefault("seed", 0)
     if args.seed is not None:
         plan["seed"] = args.seed
-    if args.strict:
-        plan["strict"] = True
+    plan |= {name: True for name in ("strict", "races") if getattr(args, name)}
     return plan
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import floats
 import harness
 import numpy as np
+from floats import Format, Value
 
 Array = np.ndarray
 
@@ -68,3 +70,41 @@ def check(
             f"{body} with uniform={uniform}: operands {[hex(v) for v in rows[wrong[0]]]} gave "
             f"{got.tolist()[wrong[0]]:#x}, expected {want[wrong[0]]:#x} ({len(wrong)} wrong)"
         )
+
+
+FLOATS_TRIED = 96
+PATTERNS = {
+    1: [(False,), (True,)],
+    2: harness.mixtures(2),
+    3: [(False,) * 3, (True,) * 3, (True, False, False), (False, False, True)],
+}
+
+
+def check_float(
+    body: str,
+    inputs: Sequence[Array],
+    out: Format,
+    reference: Callable[..., Value],
+    source: Format | None = None,
+    any_zero: bool = False,
+) -> None:
+    """Bit for bit, apart from NaN payloads (16-bit results have the ISA's canonical NaN 0x7FFF)."""
+    source = source or out
+    for uniform in PATTERNS[len(inputs)]:
+        (got,) = harness.run(body, inputs, [f"u{out.width // 8}"], uniform)
+        seen = [harness.spread(i, u).tolist() for i, u in zip(inputs, uniform, strict=True)]
+        for row, bits in zip(zip(*seen, strict=True), got.tolist(), strict=True):
+            want = reference(*(floats.decode(r, source) for r in row))
+            where = f"{body} uniform={uniform} of {[hex(r) for r in row]}: {bits:#x}, want {want}"
+            if want != want:
+                ok = bits == 0x7FFF if out.width == 16 else floats.is_nan(bits, out)
+                assert ok, where
+            elif any_zero and want == 0:
+                assert floats.decode(bits, out) == 0, where
+            else:
+                assert bits == floats.encode(want, out), f"{where} = {floats.encode(want, out):#x}"
+
+
+def samples(form: Format, number: int, seed: int = 0) -> list[Array]:
+    rng = np.random.default_rng(seed)
+    return [floats.random_bits(form, FLOATS_TRIED, rng) for _ in range(number)]

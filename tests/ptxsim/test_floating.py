@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 
 import floats
@@ -24,40 +24,11 @@ from floats import (
     rounded,
     sign,
 )
+from oracles import FLOATS_TRIED, PATTERNS, check_float, samples
 
 Array = np.ndarray
-COUNT = 96
+
 MODES = ("rn", "rz", "rm", "rp")
-SOME = {
-    1: [(False,), (True,)],
-    2: harness.mixtures(2),
-    3: [(False,) * 3, (True,) * 3, (True, False, False), (False, False, True)],
-}
-
-
-def check_float(
-    body: str,
-    inputs: Sequence[Array],
-    out: Format,
-    reference: Callable[..., Value],
-    source: Format | None = None,
-    any_zero: bool = False,
-) -> None:
-    """Bit for bit, apart from NaN payloads (16-bit results have the ISA's canonical NaN 0x7FFF)."""
-    source = source or out
-    for uniform in SOME[len(inputs)]:
-        (got,) = harness.run(body, inputs, [f"u{out.width // 8}"], uniform)
-        seen = [harness.spread(i, u).tolist() for i, u in zip(inputs, uniform, strict=True)]
-        for row, bits in zip(zip(*seen, strict=True), got.tolist(), strict=True):
-            want = reference(*(decode(r, source) for r in row))
-            where = f"{body} uniform={uniform} of {[hex(r) for r in row]}: {bits:#x}, want {want}"
-            if want != want:
-                ok = bits == 0x7FFF if out.width == 16 else floats.is_nan(bits, out)
-                assert ok, where
-            elif any_zero and want == 0:
-                assert decode(bits, out) == 0, where
-            else:
-                assert bits == encode(want, out), f"{where} = {encode(want, out):#x}"
 
 
 def operation(name: str, mode: str) -> Callable[..., Value]:
@@ -71,16 +42,11 @@ def operation(name: str, mode: str) -> Callable[..., Value]:
     return lambda a, b, c: exact_sum(exact_product(a, b), c, mode)
 
 
-def samples(form: Format, number: int, seed: int = 0) -> list[Array]:
-    rng = np.random.default_rng(seed)
-    return [random_bits(form, COUNT, rng) for _ in range(number)]
-
-
 def near_ties(form: Format, seed: int = 1) -> list[Array]:
     """a * b + c next to half-way points, where rounding twice gives the wrong neighbour."""
     rng = np.random.default_rng(seed)
     rows = []
-    while len(rows) < COUNT:
+    while len(rows) < FLOATS_TRIED:
         c = decode(int(random_bits(form, 1, rng)[0]), form)
         if isinstance(c, float) or abs(c) * 4 > form.largest:
             continue
@@ -236,12 +202,12 @@ def test_packed_types_work_on_both_halves(name: str, kind: str) -> None:
     form = FORMATS[scalar]
     names = ", ".join(f"%a{n}" for n in range(number))
     rng = np.random.default_rng(9)
-    parts = [[random_bits(form, COUNT, rng) for _ in range(number)] for _ in range(2)]
+    parts = [[random_bits(form, FLOATS_TRIED, rng) for _ in range(number)] for _ in range(2)]
     wide = f"u{form.width // 4}"
     packed = [
         lo.astype(wide) | hi.astype(wide) << form.width for lo, hi in zip(*parts, strict=True)
     ]
-    for uniform in SOME[number]:
+    for uniform in PATTERNS[number]:
         (got,) = harness.run(f"{name}.rn.{kind} %d0, {names};", packed, [wide], uniform)
         for half in range(2):
             (want,) = harness.run(
@@ -277,130 +243,6 @@ def test_f32x2_takes_registers_packed_by_moves() -> None:
         ]
         np.testing.assert_array_equal(low, np.array(want[0], np.float32))
         np.testing.assert_array_equal(high, np.array(want[1], np.float32))
-
-
-def extreme(a: Value, b: Value, largest: bool, nan: bool) -> Value:
-    """The ISA's min/max: -0 < +0; a NaN loses, or wins with `.NaN`."""
-    if a != a or b != b:
-        if nan or (a != a and b != b):
-            return float("nan")
-        return b if a != a else a
-    low = a if (a < b or (a == b and sign(a) < sign(b))) else b
-    return (b if low is a else a) if largest else low
-
-
-@pytest.mark.parametrize("kind", ["f16", "bf16", "f32", "f64"])
-@pytest.mark.parametrize("op", ["min", "max"])
-def test_min_max_order_zeros_and_drop_nan(op: str, kind: str) -> None:
-    form = FORMATS[kind]
-    check_float(
-        f"{op}.{kind} %d0, %a0, %a1;",
-        samples(form, 2),
-        form,
-        lambda a, b: extreme(a, b, op == "max", False),
-    )
-
-
-@pytest.mark.parametrize("kind", ["f16", "bf16", "f32"])
-@pytest.mark.parametrize("op", ["min", "max"])
-def test_min_max_nan_and_xorsign_abs(op: str, kind: str) -> None:
-    form = FORMATS[kind]
-    check_float(
-        f"{op}.NaN.{kind} %d0, %a0, %a1;",
-        samples(form, 2),
-        form,
-        lambda a, b: extreme(a, b, op == "max", True),
-    )
-
-    def xorsign(nan: bool) -> Callable[[Value, Value], Value]:
-        def reference(a: Value, b: Value) -> Value:
-            value = extreme(abs(a), abs(b), op == "max", nan)
-            return -value if sign(a) * sign(b) < 0 else value
-
-        return reference
-
-    # The sign of a NaN is part of its bits: the xor is then left to the implementation, so NaNs
-    # are given positive here.
-    inputs = samples(form, 2)
-    top = 1 << (form.width - 1)
-    for values in inputs:
-        nans = np.array([floats.is_nan(int(v), form) for v in values])
-        values[nans] &= np.array(top - 1, values.dtype)
-    check_float(f"{op}.xorsign.abs.{kind} %d0, %a0, %a1;", inputs, form, xorsign(False))
-    check_float(f"{op}.NaN.xorsign.abs.{kind} %d0, %a0, %a1;", inputs, form, xorsign(True))
-
-
-@pytest.mark.parametrize("op", ["min", "max"])
-def test_min_max_of_f32_give_the_canonical_nan_and_take_three_inputs(op: str) -> None:
-    nan = np.full(32, 0xFFC12345, np.uint32)
-    (got,) = harness.run(f"{op}.f32 %d0, %a0, %a1;", [nan, nan], ["u4"])
-    assert (got == 0x7FFFFFFF).all()
-    for modifier in ("", ".NaN"):
-        check_float(
-            f"{op}{modifier}.f32 %d0, %a0, %a1, %a2;",
-            samples(F32, 3, seed=12),
-            F32,
-            lambda a, b, c, modifier=modifier: extreme(
-                extreme(a, b, op == "max", bool(modifier)), c, op == "max", bool(modifier)
-            ),
-        )
-
-
-@pytest.mark.parametrize("op", ["min", "max"])
-def test_min_max_ftz(op: str) -> None:
-    check_float(
-        f"{op}.ftz.f32 %d0, %a0, %a1;",
-        samples(F32, 2),
-        F32,
-        lambda a, b: extreme(flushed(a, F32), flushed(b, F32), op == "max", False),
-    )
-
-
-@pytest.mark.parametrize("kind", ["f16", "bf16", "f32", "f64"])
-def test_neg_and_abs_touch_the_sign_only(kind: str) -> None:
-    form = FORMATS[kind]
-    (values,) = samples(form, 1)
-    numbers = values[[not floats.is_nan(int(v), form) for v in values]]
-    numbers = np.resize(numbers, COUNT)
-    top = np.array(1 << (form.width - 1), numbers.dtype)
-    for uniform in (False, True):
-        seen = harness.spread(numbers, uniform)
-        (got,) = harness.run(f"neg.{kind} %d0, %a0;", [numbers], [numbers.dtype], (uniform,))
-        np.testing.assert_array_equal(got, seen ^ top)
-        (got,) = harness.run(f"abs.{kind} %d0, %a0;", [numbers], [numbers.dtype], (uniform,))
-        np.testing.assert_array_equal(got, seen & ~top)
-
-
-@pytest.mark.parametrize("kind", ["f16x2", "bf16x2"])
-def test_packed_neg_and_abs(kind: str) -> None:
-    values = np.random.default_rng(3).integers(0, 0x7C00, 128).astype(np.uint32)
-    values = values[:64] | values[64:] << 16 | 0x80000000
-    (got,) = harness.run(f"neg.{kind} %d0, %a0;", [values], ["u4"])
-    np.testing.assert_array_equal(got, values ^ 0x80008000)
-    (got,) = harness.run(f"abs.{kind} %d0, %a0;", [values], ["u4"])
-    np.testing.assert_array_equal(got, values & 0x7FFF7FFF)
-
-
-def test_copysign_and_testp() -> None:
-    a, b = samples(F32, 2)
-    for uniform in harness.mixtures(2):
-        (got,) = harness.run("copysign.f32 %d0, %a0, %a1;", [a, b], ["u4"], uniform)
-        x, y = (harness.spread(v, u) for v, u in zip((a, b), uniform, strict=True))
-        np.testing.assert_array_equal(got, (x & 0x80000000) | (y & 0x7FFFFFFF))
-    exponent, fraction = a >> 23 & 255, a & 0x7FFFFF
-    tests = {
-        "finite": exponent < 255,
-        "infinite": (exponent == 255) & (fraction == 0),
-        "number": (exponent < 255) | (fraction == 0),
-        "notanumber": (exponent == 255) & (fraction != 0),
-        "normal": (exponent > 0) & (exponent < 255),
-        "subnormal": (exponent == 0) & (fraction != 0),
-    }
-    for name, want in tests.items():
-        (got,) = harness.run(f"testp.{name}.f32 %d0, %a0;", [a], [bool])
-        np.testing.assert_array_equal(got, want, err_msg=name)
-        (got,) = harness.run(f"testp.{name}.f32 %d0, %a0;", [a], [bool], (True,))
-        np.testing.assert_array_equal(got, harness.spread(want, True), err_msg=name)
 
 
 def quotient(a: Value, b: Value) -> Value:

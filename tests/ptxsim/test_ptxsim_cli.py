@@ -193,3 +193,19 @@ def test_as_a_module(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "all supported" in done.stdout
+
+
+def test_races_are_looked_for_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+    .shared .align 4 .b32 slot;
+    mov.u32 %t, %tid.x; mov.u32 %s, slot;
+    st.shared.b32 [%s], %t;
+    """
+    text = harness.kernel(body, [], ".reg .b32 %t, %s;")
+    path = launch_file(tmp_path, args=[], grid=1, block=64)
+    assert main(["run", ptx_file(tmp_path, text), "--args", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["run", ptx_file(tmp_path, text), "--args", str(path), "--races"]) == 1
+    assert capsys.readouterr().out.startswith("DataRace")
