@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,21 @@ def packages(config: pytest.Config) -> Path:
         if done.returncode:
             pytest.skip(f"the peers' packages cannot be fetched: {done.stderr.strip()[-300:]}")
         stamp.write_text(wanted)
+    return folder
+
+
+def cutlass_sources(config: pytest.Config) -> Path:
+    """The folder of the package nvidia-cutlass; skips without nvcc or if PyPI is away."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on the path")
+    folder = Path(config.cache.mkdir("ptxsim-cutlass"))  # type: ignore[union-attr]
+    if not (folder / "cutlass_library").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        done = subprocess.run(
+            [*command, str(folder), "nvidia-cutlass==4.2.0.0"], capture_output=True, text=True
+        )
+        if done.returncode:
+            pytest.skip(f"nvidia-cutlass cannot be fetched: {done.stderr.strip()[-300:]}")
     return folder
 
 

@@ -55,7 +55,7 @@ def test_seed_backward(pytestconfig: pytest.Config, lengths: str, seed: int, lim
             for arch in ("sm_100a", "sm_90a")
             for seed in (1, 2, 4)
         ),
-        pytest.param("sm_100a", "--backward --queries 300 --keys 451 --heads 4 --key_heads 2", 4,
+        pytest.param("sm_100a", "--backward --queries 300 --keys 451 --heads 4 --key_heads 2", 6,
                      id="sm100-ragged", marks=full),
         pytest.param("sm_90a", "--backward --full --queries 300 --keys 451 --width 64", 4,
                      id="sm90-ragged", marks=full),
@@ -118,3 +118,30 @@ def test_cutlass_hopper_gemm(example: str, arguments: str) -> None:
     assert result["difference"] == 0
     assert result["largest"] > 50
     assert result["seconds"] <= 20
+
+
+@full
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("01_mma_sm100", "--fence"),
+        ("01_mma_sm100", "--fence --seed 2 --races"),
+        ("04_mma_tma_2sm_sm100", "--races"),
+        ("04_mma_tma_2sm_sm100", "--seed 1"),
+        ("04_mma_tma_2sm_sm100", "--seed 4 --races"),
+    ],
+)
+def test_cutlass_cxx_tutorial(pytestconfig: pytest.Config, name: str, arguments: str) -> None:
+    root = peers.cutlass_sources(pytestconfig)
+    result = peers.run("cutlass_cxx.py", "--root", str(root), "--name", name, *arguments.split())
+    assert result["error"] == ""
+    assert result["difference"] == 0
+    assert result["largest"] > 100
+
+
+@full
+def test_cutlass_tutorial_01_lacks_a_proxy_fence(pytestconfig: pytest.Config) -> None:
+    """As published: generic stores of a tile, a barrier, and the product at once."""
+    root = peers.cutlass_sources(pytestconfig)
+    result = peers.run("cutlass_cxx.py", "--root", str(root), "--name", "01_mma_sm100")
+    assert result["error"].startswith("MissingFence: tcgen05.mma (B) reads shared bytes")
