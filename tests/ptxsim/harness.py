@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import chip
 import numpy as np
 
 import ptxsim
@@ -86,11 +87,14 @@ def run(
     uniform: Sequence[bool] = (),
     seed: int = 0,
     strict: bool = False,
+    real: bool = True,
 ) -> list[Array]:
     """Run `body` once per element; each warp sees 32 elements.
 
     `uniform[i]` makes all lanes of a warp read its first element of input i, in the simulator a
-    Python integer rather than 32 lanes; `spread` gives the values that are then read.
+    Python integer rather than 32 lanes; `spread` gives the values that are then read.  With
+    PTXSIM_CHIP=1 a GPU runs the same kernel and must agree, unless `real` is False: where the ISA
+    leaves the result open.
     """
     count = len(inputs[0])
     assert count % WARP == 0
@@ -100,6 +104,9 @@ def run(
     results = [np.zeros(count, np.dtype(o)) for o in outputs]
     arrays = [np.ascontiguousarray(i) for i in inputs]
     ptxsim.load(text).launch(count // block, block, [*arrays, *results], seed=seed, strict=strict)
+    if chip.WANTED and real:
+        before = [np.zeros_like(r) for r in results]
+        chip.compare(text, count // block, block, arrays, before, results)
     return results
 
 
