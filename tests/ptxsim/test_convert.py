@@ -20,6 +20,15 @@ COUNT = 96
 INTEGERS = tuple(f"{k}{n}" for k in "us" for n in (8, 16, 32, 64))
 
 
+# The assembler has no 8-bit integers beside bf16 in registers of 16 bits.
+WITH_FLOATS = [
+    (f, i)
+    for f in ("f16", "bf16", "f32", "f64")
+    for i in INTEGERS
+    if f != "bf16" or not i.endswith("8")
+]
+
+
 def register(width: int) -> str:
     """Type of the register that holds a value: 8-bit values live in 16-bit registers."""
     return f"u{max(2, width // 8)}"
@@ -98,8 +107,7 @@ def check_to_float(
 
 
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
-@pytest.mark.parametrize("source", INTEGERS)
-@pytest.mark.parametrize("out", ["f16", "bf16", "f32", "f64"])
+@pytest.mark.parametrize(("out", "source"), WITH_FLOATS)
 def test_integers_to_floats_round_once(out: str, source: str, mode: str) -> None:
     if out == "f64" and mode != "rn" and bits_of(source) == 64:
         with pytest.raises(ptxsim.UnsupportedInstruction):
@@ -202,9 +210,8 @@ def test_rounding_to_integral_floats(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rni", "rzi", "rmi", "rpi"])
-@pytest.mark.parametrize("source", ["f16", "bf16", "f32", "f64"])
-@pytest.mark.parametrize("out", INTEGERS)
-def test_floats_to_integers_clamp(out: str, source: str, name: str) -> None:
+@pytest.mark.parametrize(("source", "out"), WITH_FLOATS)
+def test_floats_to_integers_clamp(source: str, out: str, name: str) -> None:
     """NaN: 0, or only the top bit if f64 or a 64-bit integer takes part."""
     form, (low, high) = FORMATS[source], limits(out)
 
