@@ -20,7 +20,7 @@ from ptxsim.memory import (
     SHARED_BASE,
     SharedMemory,
 )
-from ptxsim.values import LANES, S64, U8, lanes
+from ptxsim.values import LANES, S64, U8, U64
 
 _SHIFT = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
 _STEPS = np.arange(32)
@@ -31,6 +31,13 @@ def active_addresses(warp: Any, address: Any) -> Any:
     if address.__class__ is int or warp.mask is None:
         return address
     return address[warp.mask]
+
+
+def lane_addresses(address: Any) -> np.ndarray:
+    """Addresses from a register of 32 or 64 bits as 32 uint64 lanes."""
+    if address.__class__ is int:
+        return np.full(LANES, address, U64)
+    return address if address.dtype is U64 else address.astype(U64)
 
 
 def spread(warp: Any, values: np.ndarray) -> np.ndarray:
@@ -231,7 +238,7 @@ def load_param(warp: Any, address: Any, size: int) -> Any:
     """Bytes of the kernel's parameters."""
     params = warp.cta.machine.params
     if address.__class__ is not int:
-        rows = [_param_bytes(params, a, size) for a in lanes(address, 64).tolist()]
+        rows = [_param_bytes(params, a, size) for a in lane_addresses(address).tolist()]
         flat = np.frombuffer(b"".join(rows), np.dtype(f"uint{8 * min(size, 8)}"))
         if size <= 8:
             return flat
@@ -247,7 +254,7 @@ def _param_bytes(params: np.ndarray, address: int, size: int) -> bytes:
 
 def _local_index(warp: Any, address: Any, size: int) -> tuple[np.ndarray, np.ndarray]:
     memory = warp.local
-    offsets = lanes(address, 64).view(S64)
+    offsets = lane_addresses(address).view(S64)
     active = np.arange(LANES) if warp.mask is None else np.flatnonzero(warp.mask)
     offsets = offsets[active]
     if (offsets & (size - 1)).any():

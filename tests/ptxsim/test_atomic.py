@@ -220,6 +220,31 @@ def test_shared_memory_and_a_uniform_address() -> None:
     np.testing.assert_array_equal(old, 100 + np.cumsum(values) - values)
 
 
+def test_shared_cells_chosen_by_each_lane() -> None:
+    """32-bit shared addresses that differ by lane, with colliding and with inactive lanes."""
+    body = """
+    .shared .align 4 .b8 cells[64];
+    mov.u32 %x, cells;
+    mad.lo.u32 %y, %lane, 2, %x; and.b32 %y, %y, -4;
+    st.shared.u32 [%y], 0;
+    mad.lo.u32 %y, %a0, 4, %x;
+    setp.lt.u32 %act, %lane, 21;
+    @!%act bra OVER;
+    atom.shared.add.u32 %d0, [%y], 1;
+    red.shared.max.u32 [%y], %lane;
+    OVER:
+    bar.sync 0;
+    mad.lo.u32 %y, %lane, 2, %x; and.b32 %y, %y, -4;
+    ld.shared.u32 %d0, [%y];
+    """
+    picks = np.random.default_rng(7).integers(0, 16, 32).astype(np.uint32)
+    (got,) = harness.run(body, [picks], ["u4"])
+    for cell in range(16):
+        members = [lane for lane in range(21) if picks[lane] == cell]
+        want = max([len(members), *members]) if members else 0
+        assert got[2 * cell] == want
+
+
 def test_generic_addresses_reach_shared_memory() -> None:
     body = """
     .shared .align 8 .b64 cell;

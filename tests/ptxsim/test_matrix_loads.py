@@ -119,6 +119,22 @@ def test_stmatrix(count: int, trans: bool) -> None:
     np.testing.assert_array_equal(out.view(np.uint16), want)
 
 
+def test_addresses_may_be_of_64_bits() -> None:
+    body = f"""{fill()}
+    .reg .b32 %q<4>; .reg .b64 %row, %dst;
+    mad.lo.u32 %ar2, %ar8, 16, %ar0; cvt.u64.u32 %row, %ar2;
+    ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%q0, %q1, %q2, %q3}}, [%row];
+    ld.param.u64 %dst, [out]; mad.wide.u32 %dst, %ar8, 4, %dst;
+    st.global.b32 [%dst], %q0; st.global.b32 [%dst+128], %q3;
+    """
+    out = np.zeros((2, 32), np.uint32)
+    text = harness.kernel(body, [".u64 image", ".u64 out"])
+    ptxsim.load(text).launch(1, 32, [IMAGE, out])
+    words = IMAGE.view(np.uint32).reshape(64, 4)
+    np.testing.assert_array_equal(out[0], words[:8].reshape(-1))
+    np.testing.assert_array_equal(out[1], words[24:32].reshape(-1))
+
+
 def test_movmatrix_transposes_across_the_warp() -> None:
     words = np.random.default_rng(3).integers(0, 1 << 32, 32, dtype=np.uint64).astype(np.uint32)
     (got,) = harness.run("movmatrix.sync.aligned.m8n8.trans.b16 %d0, %a0;", [words], ["u4"])

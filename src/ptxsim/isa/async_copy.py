@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ptxsim import proxy, races
+from ptxsim.access import lane_addresses
 from ptxsim.decode import YIELD, Decoder, Modifiers, Step, instruction
 from ptxsim.errors import InvalidOperand, Misaligned
 from ptxsim.isa.atomic import REDUCTIONS, reduce_into
@@ -40,8 +41,8 @@ def build_copy(ins: Instruction, c: Decoder) -> Step:
     def run(warp: Any) -> None:
         cta = warp.cta
         active = np.ones(32, bool) if warp.mask is None else warp.mask
-        offsets = lanes(to(warp), 32).astype(np.int64)[active] - cta.shared.base
-        sources = lanes(source(warp), 64)[active].tolist()
+        offsets = lane_addresses(to(warp)).view(np.int64)[active] - cta.shared.base
+        sources = lane_addresses(source(warp))[active].tolist()
         sizes = [size] * len(sources)
         if extra is not None:
             sizes = lanes(bits32(warp.registers[extra]), 32)[active].tolist()

@@ -144,7 +144,7 @@ def build_atomic(ins: Instruction, c: Decoder) -> Step:
     def run(warp: Any) -> None:
         r = warp.registers
         active = np.arange(LANES) if warp.mask is None else np.flatnonzero(warp.mask)
-        where = lanes(address(warp), 64)
+        where = access.lane_addresses(address(warp))
         columns = [lanes(view(r[s]), max(16, width)) for s in sources]
         table = np.stack(columns, -1).view(bits)
         swaps = None if swap is None else lanes(view(r[swap]), width)

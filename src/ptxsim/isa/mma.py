@@ -98,7 +98,7 @@ def _matrix_modifiers(ins: Instruction) -> tuple[Modifiers, int, bool]:
 
 def _row_addresses(warp: Any, address: Any, count: int) -> np.ndarray:
     """Addresses of the 8 * count rows: lanes 8i..8i+7 give matrix i."""
-    return lanes(address, 32)[: 8 * count]
+    return access.lane_addresses(address)[: 8 * count]
 
 
 @instruction("ldmatrix")
