@@ -89,6 +89,10 @@ class GlobalMemory:
         self.starts = [r.base for r in self.regions]
         self.last: Region | None = self.regions[0] if self.regions else None
 
+    def regions_as_extents(self) -> list[tuple[int, int]]:
+        """(address, bytes) of each buffer, overlapping ones as one."""
+        return [(region.base, region.size) for region in self.regions]
+
     def region(self, low: int, high: int) -> Region:
         """The buffer that holds the bytes low..high-1."""
         last = self.last

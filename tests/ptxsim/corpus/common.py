@@ -9,6 +9,7 @@ import resource
 from typing import Any
 
 import torch
+from recorded import record
 from torch import Tensor
 
 from ptxsim.launchers import cute
@@ -40,6 +41,7 @@ class Runner:
     def __init__(self, chosen: argparse.Namespace) -> None:
         names = ("seed", "processes", "races")
         self.options = {name: getattr(chosen, name) for name in names}
+        record.from_environment()
         self.seconds = 0.0
         self.launches = 0
 
