@@ -194,6 +194,28 @@ def test_f16_ftz_and_sat() -> None:
     check_float("add.sat.f16 %d0, %a0, %a1;", samples(F16, 2), F16, clamped, any_zero=True)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("name", ["add", "sub", "fma"])
+def test_mixed_precision_rounds_once_to_f32(name: str, kind: str, mode: str) -> None:
+    """The first operands are narrow, the last is f32, and so is the result."""
+    form, exact = FORMATS[kind], operation(name, mode)
+    narrow = samples(form, 2 if name == "fma" else 1)
+    (wide,) = samples(F32, 1, seed=3)
+    inputs = [*narrow, wide]
+    names = ", ".join(f"%a{n}" for n in range(len(inputs)))
+    for uniform in PATTERNS[len(inputs)]:
+        (got,) = harness.run(f"{name}.{mode}.f32.{kind} %d0, {names};", inputs, ["u4"], uniform)
+        seen = [harness.spread(i, u).tolist() for i, u in zip(inputs, uniform, strict=True)]
+        for row, bits in zip(zip(*seen, strict=True), got.tolist(), strict=True):
+            values = [decode(r, form) for r in row[:-1]]
+            want = rounded(exact(*values, decode(row[-1], F32)), F32, mode)
+            if want != want:
+                assert floats.is_nan(bits, F32)
+            else:
+                assert bits == encode(want, F32), (name, kind, mode, row)
+
+
 @pytest.mark.parametrize("kind", ["f16x2", "bf16x2", "f32x2"])
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "fma"])
 def test_packed_types_work_on_both_halves(name: str, kind: str) -> None:

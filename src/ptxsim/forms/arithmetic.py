@@ -124,6 +124,19 @@ _FLOATS = (
     ),
 )
 
+_MIXED = (
+    Entry(
+        "Mixed Precision Floating Point: add, sub",
+        "{add,sub}{,.rn,.rz,.rm,.rp}{,.sat}.f32.{f16,bf16}",
+        "D, T, r",
+    ),
+    Entry(
+        "Mixed Precision Floating Point: fma",
+        "fma.{rn,rz,rm,rp}{,.sat}.f32.{f16,bf16}",
+        "D, T, T, r",
+    ),
+)
+
 _COMPARISONS = (
     Entry(f"{_COMPARE}: setp", f"setp.{_ORDERED}.{_ALL}", "p|p, T, T"),
     Entry(f"{_COMPARE}: setp", f"setp.{_ORDERED}.{{and,or,xor}}.{_ALL}", "p|p, T, T, !p"),
@@ -222,6 +235,8 @@ _CONVERSIONS = (
         "cvt.{f32.bf16,ftz.f32.bf16,f64.f16,f64.bf16,f64.f32,ftz.f64.f32,f64.f64,f16.f16,bf16.bf16}",
         "D, T",
     ),
+    Entry(f"{_MOVE}: cvt", "cvt.sat.{f16.f16,f64.f16,f64.f32,ftz.f64.f32,f64.f64}", "D, T"),
+    Entry(f"{_MOVE}: cvt", "cvt.{rn,rz,rm,rp}.{f32.bf16,ftz.f32.bf16,f64.bf16}", "D, T", "exact"),
     Entry(f"{_MOVE}: cvt", "cvt.{rn,rz,rm,rp}{,.ftz}{,.sat}.f32.f64", "D, T"),
     Entry(f"{_MOVE}: cvt", "cvt.{rn,rz,rm,rp}{.f16.f64,.sat.f16.f64,.f16.bf16}", "D, T"),
     Entry(f"{_MOVE}: cvt", "cvt.{rn,rz,rm,rp}{,.ftz}{,.sat}.f16.f32", "D, T"),
@@ -246,4 +261,4 @@ _CONVERSIONS = (
     Entry(f"{_MOVE}: cvt", "cvt.rn{,.relu}.f16x2.{e4m3x2,e5m2x2}", "r, h"),
 )
 
-ARITHMETIC = (*_INTEGERS, *_FLOATS, *_COMPARISONS, *_LOGICAL, *_CONVERSIONS)
+ARITHMETIC = (*_INTEGERS, *_FLOATS, *_MIXED, *_COMPARISONS, *_LOGICAL, *_CONVERSIONS)

@@ -3,7 +3,7 @@
 | file | instructions |
 |---|---|
 | `integer.py` | integer arithmetic, extended precision |
-| `floating.py` | float arithmetic of all types, approximations |
+| `floating.py`, `mixed.py` | float arithmetic of all types, approximations; mixed precision |
 | `logic.py` | logic, shifts, comparisons, selection |
 | `bits.py` | bit fields, counts, permutations, dot products |
 | `convert.py`, `addresses.py` | cvt; cvta, mapa, isspacep |

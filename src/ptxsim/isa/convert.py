@@ -116,7 +116,8 @@ def _check_form(m: Modifiers, f: _Form) -> None:
     exact = f.source in _FLOATS and f.out in _FLOATS and not lossy
     if f.rounding and (
         (f.source in _INTEGERS and f.out in _INTEGERS)
-        or (exact and (f.out != f.source or f.rounding not in _INTEGER_ROUNDING))
+        or (exact and f.out == f.source and f.rounding not in _INTEGER_ROUNDING)
+        or (exact and f.out != f.source and f.source != "bf16")
     ):
         raise m.unsupported("no rounding in this conversion")
     if f.ftz and f.out in (*_PACKED, *_FLOAT8, "tf32"):

@@ -168,7 +168,7 @@ def join16(lo: Any, hi: Any) -> Any:
     return low | high << 16
 
 
-def _rounded(name: str, mode: str) -> Lanewise:
+def rounded(name: str, mode: str) -> Lanewise:
     """add, sub, mul, fma in float32 with one rounding in `mode`."""
     if name == "fma":
         return lambda a, b, z: round_sum(wide(a) * wide(b), wide(z), mode)
@@ -219,6 +219,10 @@ def build_arithmetic(ins: Instruction, c: Decoder) -> Step:
         if ins.op == "mad":
             return integer.build_mad(ins, c)
         return integer.build_add(ins, c, 1 if ins.op == "add" else -1)
+    if sum(t in ("f32", "f16", "bf16") for t in ins.mods) == 2:
+        from ptxsim.isa.mixed import build_mixed
+
+        return build_mixed(ins, c)
     name = "fma" if ins.op == "mad" else ins.op
     m = Modifiers(ins)
     kind = m.type(*FLOAT_TYPES)
@@ -236,13 +240,13 @@ def build_arithmetic(ins: Instruction, c: Decoder) -> Step:
         raise m.unsupported(f".{mode} on {kind}")
     if (relu and not (narrow and name == "fma")) or (ftz and kind.startswith("bf16")):
         raise m.unsupported("this modifier with this type")
-    function = _rounded(name, "odd" if narrow and name == "fma" else mode)
+    function = rounded(name, "odd" if narrow and name == "fma" else mode)
     if saturate or relu:
-        function = _clamped(function, saturate)
+        function = clamped(function, saturate)
     return lanewise(c, ins, kind, function, ftz)
 
 
-def _clamped(function: Lanewise, saturate: bool) -> Lanewise:
+def clamped(function: Lanewise, saturate: bool) -> Lanewise:
     """`.relu`: negative results become 0; `.sat`: also those above 1 become 1, and a NaN 0."""
 
     def run(*args: Any) -> Any:
