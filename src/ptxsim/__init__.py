@@ -23,6 +23,7 @@ from ptxsim.errors import (
     UninitialisedRead,
     UnsupportedInstruction,
 )
+from ptxsim.explorer import Outcome, explore
 from ptxsim.module import Module, Result, load
 
 __all__ = [
@@ -37,11 +38,13 @@ __all__ = [
     "MissingFence",
     "Module",
     "OutOfBounds",
+    "Outcome",
     "ParseError",
     "Result",
     "SimulationError",
     "TensorMemoryError",
     "UninitialisedRead",
     "UnsupportedInstruction",
+    "explore",
     "load",
 ]

@@ -183,3 +183,49 @@ def test_pair_that_forgets_its_second_half_is_a_deadlock() -> None:
     zeros = np.zeros((256, 64), np.uint16), np.zeros((64, 64), np.uint16)
     with pytest.raises(ptxsim.Deadlock, match=r"CTA \(1, 0, 0\) warp \d.*waits for parity 0"):
         pair_gemm.launch(broken, *zeros)
+
+
+# Every thread of four warps adds 0.1 * (1 + its number) to one word, in the order of arrival.
+SUM = harness.kernel(
+    """
+    ld.param.u64 %x, [x];
+    mov.u32 %t, %tid.x; add.u32 %t, %t, 1; cvt.rn.f32.u32 %v, %t; mul.f32 %v, %v, 0f3DCCCCCD;
+    red.global.add.f32 [%x], %v;
+    """,
+    (".u64 x",),
+    ".reg .b32 %t; .reg .f32 %v; .reg .b64 %x;",
+    name="total",
+)
+
+
+def test_schedules_agree_on_a_correct_kernel() -> None:
+    x = np.arange(512, dtype=np.uint32)
+    module = ptxsim.load(REVERSE)
+    outcomes = ptxsim.explore(lambda seed: module.launch(4, 128, [x], seed=seed), [x])
+    assert [o.seed for o in outcomes] == [0, 1, 2, 3, 4]
+    assert all(o.agrees for o in outcomes)
+    assert np.array_equal(x, np.arange(512).reshape(4, 128)[:, ::-1].reshape(-1))
+
+
+def test_schedules_disagree_without_a_barrier() -> None:
+    x = np.arange(512, dtype=np.uint32)
+    module = ptxsim.load(REVERSE.replace("bar.sync 0;", ""))
+    outcomes = ptxsim.explore(lambda seed: module.launch(4, 128, [x], seed=seed), [x])
+    assert not all(o.agrees for o in outcomes)
+    assert any(isinstance(o.error, ptxsim.UninitialisedRead) for o in outcomes)
+
+
+def test_schedules_show_the_order_of_float_atomics() -> None:
+    x = np.zeros(1, np.float32)
+    module = ptxsim.load(SUM)
+    sums = []
+
+    def run(seed: int) -> None:
+        module.launch(1, 128, [x], seed=seed)
+        sums.append(float(x[0]))
+
+    outcomes = ptxsim.explore(run, [x], seeds=range(12))
+    assert all(o.error is None for o in outcomes)
+    assert np.allclose(sums, 0.1 * 128 * 129 / 2, rtol=1e-5)
+    assert len(set(sums)) > 1
+    assert any(o.differing[0] for o in outcomes)
