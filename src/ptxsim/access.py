@@ -37,7 +37,8 @@ def lane_addresses(address: Any) -> np.ndarray:
     """Addresses from a register of 32 or 64 bits as 32 uint64 lanes."""
     if address.__class__ is int:
         return np.full(LANES, address, U64)
-    return address if address.dtype is U64 else address.astype(U64)
+    wide: np.ndarray = address if address.dtype is U64 else address.astype(U64)
+    return wide
 
 
 def spread(warp: Any, values: np.ndarray) -> np.ndarray:

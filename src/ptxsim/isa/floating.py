@@ -116,6 +116,16 @@ def _packed32(c: Decoder, ins: Instruction, function: Lanewise, ftz: bool) -> St
     slots = [c.read(o, 64) for o in ins.operands[1:]]
     d = c.write(ins.operands[0])
     fix = flush if ftz else lambda value: value
+    if function in (np.add, np.subtract, np.multiply) and not ftz:
+        a, b = slots
+
+        def plain(warp: Any) -> None:
+            r = warp.registers
+            (x_lo, x_hi), (y_lo, y_hi) = halves(r[a]), halves(r[b])
+            lo, hi = function(f32(x_lo), f32(y_lo)), function(f32(x_hi), f32(y_hi))
+            r[d] = Pair(from_float(lo), from_float(hi))
+
+        return plain
 
     def run(warp: Any) -> None:
         r = warp.registers
