@@ -49,6 +49,12 @@ def _complaints(instructions: Sequence[str], arch: str, folder: Path) -> dict[st
             text=True,
             check=False,
         )
+        if done.returncode < 0:  # it crashes on some of what is no PTX
+            if len(left) == 1:
+                return found | {left[0]: "the assembler crashed"}
+            half = len(left) // 2
+            first, second = (_complaints(part, arch, folder) for part in (left[:half], left[half:]))
+            return found | first | second
         if done.returncode == 0:
             return found
         errors = re.findall(r"line '?(\d+)'?;?\s*(?:error\s*)?:?\s*(.*)", done.stderr)

@@ -255,7 +255,7 @@ _CONVERSIONS = (
         "the first source goes to the high half",
     ),
     Entry(f"{_MOVE}: cvt", "cvt.{rna,rn,rz}{,.satfinite}.tf32.f32", "r, r"),
-    Entry(f"{_MOVE}: cvt", "cvt.{rn,rz}.relu.tf32.f32", "r, r"),
+    Entry(f"{_MOVE}: cvt", "cvt.{rn,rz}.relu{,.satfinite}.tf32.f32", "r, r"),
     Entry(f"{_MOVE}: cvt", "cvt.rn.satfinite{,.relu}.{e4m3x2,e5m2x2}.f32", "h, r, r"),
     Entry(f"{_MOVE}: cvt", "cvt.rn.satfinite{,.relu}.{e4m3x2,e5m2x2}.f16x2", "h, r"),
     Entry(f"{_MOVE}: cvt", "cvt.rn{,.relu}.f16x2.{e4m3x2,e5m2x2}", "r, h"),

@@ -54,7 +54,7 @@ _ACCESS = (
     ),
     Entry(f"{_MOVE}: ld", "ld{,.global}.v8.{b32,u32,s32,f32}", "{r*8}, [q]"),
     Entry(f"{_MOVE}: ld", "ld{,.global}.v4.{b64,u64,s64,f64}", "{q*4}, [q]"),
-    Entry(f"{_MOVE}: ldu", "ldu{,.global}.{b32,b64,f32}", "T, [q]"),
+    Entry(f"{_MOVE}: ldu", f"ldu{{,.global}}.{_TYPES}", "T, [q]"),
     Entry(f"{_MOVE}: st", f"st{_SPACES}.{_TYPES}", "[q], T"),
     Entry(
         f"{_MOVE}: st",
@@ -71,7 +71,7 @@ _ACCESS = (
     Entry(f"{_MOVE}: prefetch", "prefetch{,.global,.local}.{L1,L2}", "[q]", _NO_FUNCTION),
     Entry(
         f"{_MOVE}: prefetch",
-        "prefetch.global.L2::{evict_last,evict_normal}",
+        "prefetch{,.global}.L2::{evict_last,evict_normal}",
         "[q]",
         _NO_FUNCTION,
     ),
@@ -96,7 +96,7 @@ _ACCESS = (
     ),
     Entry(
         f"{_MOVE}: createpolicy",
-        "createpolicy.range.global.L2::evict_last.b64",
+        "createpolicy.range{,.global}.L2::evict_last.b64",
         "q, [q], r, r",
         "any token",
     ),

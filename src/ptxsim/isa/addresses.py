@@ -113,8 +113,7 @@ def build_map_address(ins: Instruction, c: Decoder) -> Step:
 def build_rank_of(ins: Instruction, c: Decoder) -> Step:
     """getctarank: the rank in the cluster that a shared address belongs to."""
     m = Modifiers(ins)
-    m.flag("shared::cluster")
-    kind = m.type("u32", "u64")
+    kind = m.type("u32", "u64") if m.flag("shared::cluster") else m.type("u64")
     m.done()
     a, d = c.read(ins.operands[1], int(kind[1:])), c.write(ins.operands[0])
 

@@ -65,13 +65,21 @@ def memory_modifiers(ins: Instruction) -> tuple[Modifiers, str, int]:
     return m, space, vector
 
 
+def vector_item(m: Modifiers, kind: str, vector: int) -> int:
+    """Bytes of an element; vectors of eight are of 32-bit elements."""
+    size = TYPE_BYTES[kind]
+    if vector == 8 and size != 4:
+        raise m.unsupported("a vector of eight needs a type of 32 bits")
+    return size
+
+
 @instruction("ld", "ldu")
 def build_load(ins: Instruction, c: Decoder) -> Step:
     """ld.space.vec.type: narrow types are extended to the register's width by their sign."""
     m, space, vector = memory_modifiers(ins)
     kind = m.type(*TYPES)
     m.done()
-    size = TYPE_BYTES[kind]
+    size = vector_item(m, kind, vector)
     address = address_reader(c, ins.operands[1], space)
     slots = c.writes(ins.operands[0], 8 * size)
     if len(slots) != vector:
@@ -130,7 +138,7 @@ def build_store(ins: Instruction, c: Decoder) -> Step:
     m, space, vector = memory_modifiers(ins)
     kind = m.type(*TYPES)
     m.done()
-    size = TYPE_BYTES[kind]
+    size = vector_item(m, kind, vector)
     address = address_reader(c, ins.operands[0], space)
     slots = c.reads(ins.operands[1], max(16, 8 * size))
     if len(slots) != vector:
