@@ -288,7 +288,9 @@ def build(ins: Instruction, decoder: Decoder) -> Step:
     """The step of one instruction, without its guard."""
     builder = find_builder(ins)
     if builder is None:
-        raise UnsupportedInstruction(f"{ins.form}: no such instruction here", line=ins.line)
+        unknown = UnsupportedInstruction(f"{ins.form}: no such instruction here", line=ins.line)
+        unknown.text = ins.text
+        raise unknown
     try:
         return builder(ins, decoder)
     except SimulationError as error:

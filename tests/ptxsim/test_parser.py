@@ -167,6 +167,7 @@ def test_comments_debug_information_and_positions() -> None:
 .loc 1 23 5
 // begin inline asm
 exit; // the end
+
 .loc 1 31 9, function_name $L__info, inlined_at 1 40 3
 exit;
 }
@@ -177,6 +178,7 @@ exit;
     first, second = module.entry("k").code
     lines = module.lines
     assert lines[first.line - 1] == "exit; // the end"
+    assert lines[second.line - 1] == "exit;"
     assert module.locations[first.line - 2] == "/somewhere/kernel.py:23:5"
     assert module.locations[second.line - 1] == "/somewhere/kernel.py:31:9"
 

@@ -169,6 +169,30 @@ def test_matmul_through_host_tensor_descriptors(arch: int, seed: int) -> None:
     assert relative_error(c, a.double() @ b.double()) <= 2**-21
 
 
+@triton.jit
+def device_described_kernel(x, out, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    source = tl.make_tensor_descriptor(x, [M, N], [N, 1], [BM, BN])
+    target = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BM, BN])
+    m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
+    target.store([m, n], source.load([m, n]) * 2)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_tensor_descriptors_made_on_the_device(arch: int) -> None:
+    """Before sm_90 the compiler makes plain loads of them; then maps in the kernel's scratch."""
+    x = torch.randn(40, 72)
+    out = torch.full((40, 72), NAN)
+    before = triton.runtime._allocation._allocator.get()
+    triton.set_allocator(lambda size, align, stream: torch.zeros(size, dtype=torch.int8))
+    try:
+        with simulate(arch) as session:
+            device_described_kernel[(2, 3)](x, out, 40, 72, BM=32, BN=32)
+    finally:
+        triton.set_allocator(before)
+    assert torch.equal(out, 2 * x)
+    assert ("tensormap.replace" in session.launches[0].ptx) == (arch >= 90)
+
+
 @pytest.mark.parametrize("arch", ARCHES)
 def test_atomics(arch: int) -> None:
     x = torch.randint(0, 7, (500,), dtype=torch.int32)

@@ -200,4 +200,35 @@ _COPIES = (
     ),
 )
 
-MEMORY = (*_CODE, *_ACCESS, *_COPIES)
+_MAPS = (
+    Entry(
+        f"{_MOVE}: tensormap.replace",
+        "tensormap.replace.tile.global_address{,.global,.shared::cta}.b1024.b64",
+        "[q], q",
+    ),
+    Entry(
+        f"{_MOVE}: tensormap.replace",
+        "tensormap.replace.tile.{rank,elemtype,interleave_layout,swizzle_mode,fill_mode}"
+        "{,.global,.shared::cta}.b1024.b32",
+        "[q], 1",
+    ),
+    Entry(
+        f"{_MOVE}: tensormap.replace",
+        "tensormap.replace.tile.{box_dim,global_dim,element_stride}{,.global,.shared::cta}"
+        ".b1024.b32",
+        "[q], 1, r",
+    ),
+    Entry(
+        f"{_MOVE}: tensormap.replace",
+        "tensormap.replace.tile.global_stride{,.global,.shared::cta}.b1024.b64",
+        "[q], 1, q",
+    ),
+    Entry(
+        "Parallel Synchronization and Communication: tensormap.cp_fenceproxy",
+        "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.{cta,cluster,gpu,sys}"
+        ".sync.aligned",
+        "[q], [q], 128",
+    ),
+)
+
+MEMORY = (*_CODE, *_ACCESS, *_COPIES, *_MAPS)

@@ -87,6 +87,18 @@ _BARRIERS = (
         "",
         "publishes generic shared-memory writes to copies and matrix instructions",
     ),
+    Entry(
+        f"{_SYNC}: membar, fence",
+        "fence.proxy.tensormap::generic.acquire.{cta,cluster,gpu,sys}",
+        "[q], 128",
+        _ORDER,
+    ),
+    Entry(
+        f"{_SYNC}: membar, fence",
+        "fence.proxy.tensormap::generic.release.{cta,cluster,gpu,sys}",
+        "",
+        _ORDER,
+    ),
     Entry(f"{_SYNC}: membar, fence", "fence.proxy.{alias,async.global}", "", _ORDER),
     Entry(
         f"{_SYNC}: clusterlaunchcontrol.try_cancel",

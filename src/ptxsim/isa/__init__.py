@@ -12,6 +12,7 @@
 | `warp.py` | elect, shfl, vote, match, redux |
 | `sync.py` | bar, barrier, mbarrier, fence |
 | `async_copy.py`, `tensor_copy.py` | cp.async, bulk copies; tensor copies |
+| `tensormap.py` | tensor maps changed on the device |
 | `cluster_launch.py` | clusterlaunchcontrol |
 | `matrix.py` | matrix descriptors, shared by the two below |
 | `tensor_transfer.py` | tcgen05 allocation, ld, st, wait |
@@ -35,6 +36,7 @@ from ptxsim.isa import (
     tcgen05,
     tensor_copy,
     tensor_transfer,
+    tensormap,
     warp,
     wgmma,
 )
@@ -56,6 +58,7 @@ __all__ = [
     "tcgen05",
     "tensor_copy",
     "tensor_transfer",
+    "tensormap",
     "warp",
     "wgmma",
 ]
