@@ -1,4 +1,4 @@
-"""The barrier objects: mbarriers (PTX ISA 9.7.13.15), named barriers, cluster barrier."""
+"""The barrier objects: mbarriers (PTX ISA: mbarrier), named barriers, cluster barrier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory spaces with their shadow state.  PTX ISA 5.1 (state spaces), 8 (memory consistency).
+"""Memory spaces with their shadow state.  PTX ISA: State Spaces, Memory Consistency.
 
 Generic addresses are split into windows that no CPU pointer can fall into:
 

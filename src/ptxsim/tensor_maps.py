@@ -1,4 +1,4 @@
-"""The 128-byte tensor map: decoding, encoding, and the bytes of one box.  PTX ISA 5.5 (tensors).
+"""The 128-byte tensor map: decoding, encoding, and the bytes of one box.  PTX ISA: Tensors.
 
 Bit positions: docs/ptxsim.md lists them and how they were confirmed.  Modes count from the
 innermost (contiguous) one, as the coordinates of the copy instructions do.

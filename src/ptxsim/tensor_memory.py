@@ -1,4 +1,4 @@
-"""Tensor memory of one CTA: 128 lanes x 512 columns of 32 bits.  PTX ISA 9.7.16.1."""
+"""Tensor memory of one CTA: 128 lanes x 512 columns of 32 bits.  PTX ISA: Tensor Memory."""
 
 from __future__ import annotations
 

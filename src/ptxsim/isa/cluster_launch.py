@@ -1,7 +1,7 @@
 """clusterlaunchcontrol: a running cluster takes over the work of one not yet started.
 
-PTX ISA 9.7.13.18.  The 16-byte response is opaque to programs; here its low word holds x and y of
-the cancelled cluster's first CTA, its high word z and, in bit 63, success.
+PTX ISA: clusterlaunchcontrol. The 16-byte response is opaque to programs; here its low word holds
+x and y of the cancelled cluster's first CTA, its high word z and, in bit 63, success.
 """
 
 from __future__ import annotations

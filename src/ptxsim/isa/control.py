@@ -1,4 +1,4 @@
-"""Moves, branches, exits and no-ops.  PTX ISA 9.7.9.3 (mov), 9.7.12 (control flow)."""
+"""Moves, branches, exits and no-ops.  PTX ISA: mov, Control Flow Instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ld, st, prefetch and cache policies.  PTX ISA 9.7.9.8 (ld), .11 (st), .15 (prefetch)."""
+"""ld, st, prefetch and cache policies.  PTX ISA: ld, st, prefetch, createpolicy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Operand gathering shared by tcgen05 and wgmma: matrix descriptors.  PTX ISA 9.7.16.4, 9.7.15.5.1.
+"""Operand gathering shared by tcgen05 and wgmma: matrix descriptors.
+
+PTX ISA: Shared Memory Matrix Layout, Matrix Descriptor Format.
 
 A descriptor names a matrix in shared memory by 16-byte rows; which row holds which elements follows
 the canonical layouts.  Tables of row numbers are cached: kernels use few descriptors many times.

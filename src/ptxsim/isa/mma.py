@@ -1,4 +1,4 @@
-"""mma.sync, ldmatrix, stmatrix, movmatrix.  PTX ISA 9.7.14.5 (mma), 9.7.14.5.15-17."""
+"""mma.sync, ldmatrix, stmatrix, movmatrix.  PTX ISA: Warp Level Matrix Instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Barriers and fences.  PTX ISA 9.7.13.1-4 (bar, barrier, fence), 9.7.13.15 (mbarrier)."""
+"""Barriers and fences.  PTX ISA: bar, barrier, membar, fence, mbarrier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tcgen05.mma and tcgen05.commit.  PTX ISA 9.7.16.9-10.
+"""tcgen05.mma and tcgen05.commit.  PTX ISA: tcgen05.mma, tcgen05.commit.
 
 mma and commit of a CTA run in issue order in one queue.
 """

@@ -1,4 +1,4 @@
-"""cp{.reduce}.async.bulk.tensor: boxes of 1-D to 5-D tensors.  PTX ISA 9.7.9.25.5."""
+"""cp{.reduce}.async.bulk.tensor: boxes of 1-D to 5-D tensors.  PTX ISA: cp.async.bulk.tensor."""
 
 from __future__ import annotations
 

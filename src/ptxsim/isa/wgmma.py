@@ -1,4 +1,4 @@
-"""wgmma: warpgroup matrix instructions of sm_90a.  PTX ISA 9.7.15.
+"""wgmma: warpgroup matrix instructions of sm_90a.  PTX ISA: wgmma.
 
 Each warp computes its 16 rows of the 64 by itself.  Until a wait_group covers an instruction, its D
 registers hold `Pending` markers: moves and further wgmmas pass them on, any other use is an error.
