@@ -136,6 +136,67 @@ def test_products_of_small_integers_are_exact() -> None:
             assert words[i, lane : lane + 1].view(np.float32)[0] == want[c_place(lane, i)]
 
 
+def a_place8(lane: int, i: int, kind: str) -> tuple[int, int]:
+    """(row, k) of byte i of A, as the figures of m16n8k16 and k32 tell it."""
+    group, within = lane >> 2, lane % 4
+    row = group if i < 4 or 8 <= i < 12 else group + 8
+    return row, within * 4 + (i & 3) + (16 if i >= 8 else 0)
+
+
+def b_place8(lane: int, i: int, kind: str) -> tuple[int, int]:
+    group, within = lane >> 2, lane % 4
+    return within * 4 + (i & 3) + (16 if i >= 4 else 0), group
+
+
+@pytest.mark.parametrize("k", [16, 32])
+@pytest.mark.parametrize("clamp", ["", ".satfinite"])
+@pytest.mark.parametrize("kinds", ["s8.s8", "u8.s8", "s8.u8", "u8.u8"])
+def test_8_bit_integers(kinds: str, clamp: str, k: int) -> None:
+    rng = np.random.default_rng(k)
+    dtypes = [np.int8 if kind == "s8" else np.uint8 for kind in kinds.split(".")]
+    a, b = (
+        rng.integers(0, 256, shape).astype(np.uint8).view(dtype)
+        for shape, dtype in zip(((16, k), (k, 8)), dtypes, strict=True)
+    )
+    c = rng.integers(-(1 << 31), 1 << 31, (16, 8)).astype(np.int32)
+    c[0], c[1] = (1 << 31) - 1, -(1 << 31)
+    words = run_mma(
+        f"mma.sync.aligned.m16n8k{k}.row.col{clamp}.s32.{kinds}.s32",
+        fragment(a.view(np.uint8), a_place8, k // 2, "s8"),
+        fragment(b.view(np.uint8), b_place8, k // 4, "s8"),
+        fragment(c.view(np.uint32), lambda lane, i, _: c_place(lane, i), 4, "s32"),
+    )
+    want = a.astype(np.int64) @ b.astype(np.int64) + c
+    want = np.clip(want, -(1 << 31), (1 << 31) - 1) if clamp else want.astype(np.int32)
+    for lane in range(32):
+        for i in range(4):
+            assert words[i, lane : lane + 1].view(np.int32)[0] == want[c_place(lane, i)]
+
+
+@pytest.mark.parametrize("kinds", ["e4m3.e4m3", "e5m2.e5m2", "e4m3.e5m2", "e5m2.e4m3"])
+def test_float8(kinds: str) -> None:
+    rng = np.random.default_rng(5)
+    dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+    tensors = [
+        torch.from_numpy(rng.standard_normal(shape)).float().to(dtypes[kind])
+        for shape, kind in zip(((16, 32), (32, 8)), kinds.split("."), strict=True)
+    ]
+    a, b = (t.view(torch.uint8).numpy() for t in tensors)
+    c = rng.standard_normal((16, 8)).astype(np.float32)
+    words = run_mma(
+        f"mma.sync.aligned.m16n8k32.row.col.f32.{kinds}.f32",
+        fragment(a, a_place8, 16, "e4m3"),
+        fragment(b, b_place8, 8, "e4m3"),
+        fragment(c.view(np.uint32), lambda lane, i, _: c_place(lane, i), 4, "f32"),
+    )
+    left, right = (t.double().numpy() for t in tensors)
+    want, size = left @ right + c, np.abs(left) @ np.abs(right) + np.abs(c)
+    for lane in range(32):
+        for i in range(4):
+            at = c_place(lane, i)
+            assert abs(words[i, lane : lane + 1].view(np.float32)[0] - want[at]) <= 2e-6 * size[at]
+
+
 def test_other_shapes_and_layouts_are_errors() -> None:
     zero = [np.zeros(32, np.uint32)] * 10
     names = "{%a0, %a1, %a2, %a3}, {%a4, %a5}, {%a6, %a7, %a8, %a9}"
@@ -143,7 +204,9 @@ def test_other_shapes_and_layouts_are_errors() -> None:
         "mma.sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32",
         "mma.sync.aligned.m16n8k16.row.row.f32.bf16.bf16.f32",
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.f16.f32",
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32",
+        "mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32",
+        "mma.sync.aligned.m16n8k32.row.col.f32.s8.s8.f32",
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.s8.f32",
         "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32",
     ):
         with pytest.raises(ptxsim.UnsupportedInstruction) as caught:

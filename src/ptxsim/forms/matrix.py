@@ -44,6 +44,21 @@ _WARPS = (
         "{r*2}, {r*2}, {r}, {r*2}",
     ),
     Entry(
+        f"{_WARP}: mma",
+        "mma.sync.aligned.m16n8k32.row.col{,.satfinite}.s32.{s8,u8}.{s8,u8}.s32",
+        "{r*4}, {r*4}, {r*2}, {r*4}",
+    ),
+    Entry(
+        f"{_WARP}: mma",
+        "mma.sync.aligned.m16n8k16.row.col{,.satfinite}.s32.{s8,u8}.{s8,u8}.s32",
+        "{r*4}, {r*2}, {r}, {r*4}",
+    ),
+    Entry(
+        f"{_WARP}: mma",
+        "mma.sync.aligned.m16n8k32.row.col.f32.{e4m3,e5m2}.{e4m3,e5m2}.f32",
+        "{r*4}, {r*4}, {r*2}, {r*4}",
+    ),
+    Entry(
         f"{_WARP}: ldmatrix",
         "ldmatrix.sync.aligned.m8n8.{x1,x2,x4}{,.trans}{.shared,.shared::cta}.b16",
         "{r*matrices}, [r]",

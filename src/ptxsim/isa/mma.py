@@ -10,77 +10,108 @@ from ptxsim import access
 from ptxsim.decode import AGAIN, Decoder, Modifiers, Step, instruction
 from ptxsim.isa.loadstore import address_reader
 from ptxsim.isa.matrix import widen
+from ptxsim.isa.rounding import float8_values
 from ptxsim.isa.warp import FULL, gather_lanes
 from ptxsim.ptx import Instruction
 from ptxsim.values import F32, LANES, U32, bits32, lanes
 
 _LANE = np.arange(LANES)
-_SHAPES = {"m16n8k16": 16, "m16n8k8": 8, "m16n8k4": 4}
+_SHAPES = {"m16n8k32": 32, "m16n8k16": 16, "m16n8k8": 8, "m16n8k4": 4}
+_ITEM = {"tf32": 4, "f16": 2, "bf16": 2, "s8": 1, "u8": 1, "e4m3": 1, "e5m2": 1}
+# K of each element size, and the element kinds that may meet, by accumulator.
+_DEPTHS = {4: (4, 8), 2: (8, 16), 1: (16, 32)}
+_PARTNERS = (("f16",), ("bf16",), ("tf32",), ("s8", "u8"), ("e4m3", "e5m2"))
+_SUMS = {"f32": ("f16", "bf16", "tf32", "e4m3", "e5m2"), "f16": ("f16",), "s32": ("s8", "u8")}
 
 
 def _words(warp: Any, slots: list[int]) -> np.ndarray:
     return np.stack([lanes(bits32(warp.registers[s]), 32) for s in slots])
 
 
+def _numbers(raw: np.ndarray, kind: str) -> Any:
+    """Elements of one register per lane, its low bits, as float32."""
+    if kind in ("s8", "u8"):
+        return raw.view(np.int8 if kind == "s8" else np.uint8).astype(F32)
+    if kind in ("e4m3", "e5m2"):
+        return float8_values(kind)[raw]
+    return widen(raw, kind)
+
+
 def _fragment(words: np.ndarray, kind: str, a: bool, k: int) -> np.ndarray:
     """A as (16, K) or B as (8, K) float32 from registers (rows of `words`)."""
     rows = 16 if a else 8
     out = np.empty((rows, k), F32)
-    per_word = 1 if kind == "tf32" else 2
+    bits = 8 * _ITEM[kind]
+    per_word = 32 // bits
     for i, word in enumerate(words):
         row = _LANE // 4 + (8 * (i % 2) if a else 0)
         block = i // 2 if a else i
-        for half in range(per_word):
-            if per_word == 2:
-                values = (word >> np.uint32(16 * half)).astype(np.uint16)
-                column = 2 * (_LANE % 4) + half + 8 * block
-            else:
-                values, column = word, _LANE % 4 + 4 * block
-            out[row, column] = widen(values, kind)
+        for part in range(per_word):
+            values = (word >> np.uint32(bits * part)).astype(np.dtype(f"uint{bits}"))
+            column = per_word * (_LANE % 4) + part + 4 * per_word * block
+            out[row, column] = _numbers(values, kind)
     return out
 
 
 @instruction("mma.sync")
 def build_mma(ins: Instruction, c: Decoder) -> Step:
-    """mma.sync.aligned.m16n8k{4,8,16}.row.col.{f32,f16}.kind.kind.{f32,f16} d, a, b, c."""
+    """mma.sync.aligned.m16n8kK.row.col{.satfinite}.sum.a.b.sum d, a, b, c."""
     m = Modifiers(ins, skip=1)
     m.choice("aligned")
     k = _SHAPES[m.choice(*_SHAPES)]
     m.choice("row")
     m.choice("col")
-    d_kind = m.type("f32", "f16")
-    kind = m.type("f16", "bf16", "tf32")
-    if m.type("f16", "bf16", "tf32") != kind or m.type("f32", "f16") != d_kind:
-        raise m.unsupported("mixed types")
+    clamp = m.flag("satfinite")
+    d_kind, a_kind, b_kind = m.type(*_SUMS), m.type(*_ITEM), m.type(*_ITEM)
+    if m.type(*_SUMS) != d_kind or a_kind not in _SUMS[d_kind]:
+        raise m.unsupported("these types of sums and factors")
+    if not any(a_kind in group and b_kind in group for group in _PARTNERS):
+        raise m.unsupported("factors of these types")
+    item = _ITEM[a_kind]
+    if k not in _DEPTHS[item] or (clamp and d_kind != "s32") or (k == 16 and "e" in a_kind):
+        raise m.unsupported(f"this form with K {k}")
     m.done()
     d = c.writes(ins.operands[0], 32)
     a, b, z = (c.reads(o, 32) for o in ins.operands[1:4])
-    item = 4 if kind == "tf32" else 2
     if len(a) != 16 * k * item // 128 or len(b) != 8 * k * item // 128:
         raise m.unsupported(f"{len(a)} A and {len(b)} B registers for K {k}")
     i = np.arange(4)[:, None]
     row, column = _LANE // 4 + 8 * (i // 2), 2 * (_LANE % 4) + i % 2
+    add = {"f32": _add_f32, "f16": _add_f16, "s32": _add_clamped if clamp else _add_s32}[d_kind]
 
     def run(warp: Any) -> Any:
         if not gather_lanes(warp, FULL):
             return AGAIN
-        left = _fragment(_words(warp, a), kind, True, k)
-        right = _fragment(_words(warp, b), kind, False, k)
-        result = (left @ right.T)[row, column]
-        old = _words(warp, z)
-        if d_kind == "f32":
-            values = list(result + old.view(F32))
-        else:
-            low = (old & np.uint32(0xFFFF)).astype(np.uint16).view(np.float16).astype(F32)
-            high = (old >> np.uint32(16)).astype(np.uint16).view(np.float16).astype(F32)
-            total = result + np.stack([low[0], high[0], low[1], high[1]])
-            half = total.astype(np.float16).view(np.uint16).astype(U32)
-            values = [half[0] | half[1] << np.uint32(16), half[2] | half[3] << np.uint32(16)]
+        left = _fragment(_words(warp, a), a_kind, True, k)
+        right = _fragment(_words(warp, b), b_kind, False, k)
+        # Sums of 32 products of 8-bit integers are exact in float32 too.
+        values = add((left @ right.T)[row, column], _words(warp, z))
         for slot, value in zip(d, values, strict=True):
             warp.registers[slot] = value
         return None
 
     return run
+
+
+def _add_f32(result: np.ndarray, old: np.ndarray) -> list[Any]:
+    return list(result + old.view(F32))
+
+
+def _add_f16(result: np.ndarray, old: np.ndarray) -> list[Any]:
+    low = (old & np.uint32(0xFFFF)).astype(np.uint16).view(np.float16).astype(F32)
+    high = (old >> np.uint32(16)).astype(np.uint16).view(np.float16).astype(F32)
+    total = result + np.stack([low[0], high[0], low[1], high[1]])
+    half = total.astype(np.float16).view(np.uint16).astype(U32)
+    return [half[0] | half[1] << np.uint32(16), half[2] | half[3] << np.uint32(16)]
+
+
+def _add_s32(result: np.ndarray, old: np.ndarray) -> list[Any]:
+    return list(result.astype(np.int32) + old.view(np.int32))
+
+
+def _add_clamped(result: np.ndarray, old: np.ndarray) -> list[Any]:
+    total = result.astype(np.int64) + old.view(np.int32)
+    return list(np.clip(total, -(1 << 31), (1 << 31) - 1).astype(np.int32))
 
 
 def _matrix_modifiers(ins: Instruction) -> tuple[Modifiers, int, bool]:
