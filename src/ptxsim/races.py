@@ -88,6 +88,23 @@ def issue(op: Any) -> None:
     op.agent = engine
 
 
+class Transfer:
+    """A tcgen05.st, which is done for others once the warp has executed wait::st."""
+
+    __slots__ = ("agent", "line", "vector", "warp")
+
+    def __init__(self, warp: Any) -> None:
+        self.warp, self.line = warp, line_of(warp)
+        self.agent, self.vector = 0, None
+        issue(self)
+
+
+def transfers_done(warp: Any) -> None:
+    """tcgen05.wait::st."""
+    if warp.vector is not None:
+        warp.vector[warp.agent + len(warp.vector) // 2] = warp.issued
+
+
 def finish_into(op: Any, barrier: Any) -> None:
     """The operation arrives at a barrier on its completion."""
     if op.vector is not None:
@@ -144,9 +161,11 @@ def rows(index: Any) -> Any:
 def access(actor: Any, shadow: Shadow, index: Any, writing: bool, what: str) -> None:
     """Check and remember an access by a warp or an operation."""
     vector, agent = actor.vector, actor.agent
-    _check(vector, shadow.writes, shadow.write_lines, index, (what, writing, "written"))
+    half = len(vector) // 2
+    own = agent if agent >= half else agent + half  # the engine of the same warp keeps its order
+    _check(vector, shadow.writes, shadow.write_lines, index, (own, what, writing, "written"))
     if writing:
-        _check(vector, shadow.reads, shadow.read_lines, index, (what, writing, "read"))
+        _check(vector, shadow.reads, shadow.read_lines, index, (own, what, writing, "read"))
     epoch = np.uint32(agent << int(AGENT_SHIFT) | int(vector[agent]))
     line = actor.line if hasattr(actor, "line") else line_of(actor)
     if writing:
@@ -178,9 +197,11 @@ def _check(
 ) -> None:
     old = epochs[index]
     bad = (old & CLOCKS) > vector[old >> AGENT_SHIFT]
+    own, what, writing, before = words
+    if bad.any():
+        bad &= (old >> AGENT_SHIFT) != own
     if not bad.any():
         return
-    what, writing, before = words
     at = int(np.flatnonzero(bad.reshape(-1))[0])
     agent = int(old.reshape(-1)[at] >> AGENT_SHIFT)
     half = len(vector) // 2

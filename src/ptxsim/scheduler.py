@@ -18,7 +18,7 @@ import numpy as np
 from ptxsim.barriers import Mbarrier
 from ptxsim.decode import SWITCH, YIELD
 from ptxsim.errors import AsyncHazard, BarrierError, Deadlock, SimulationError, TensorMemoryError
-from ptxsim.machine import Cluster, Cta, LaneGroup, Machine, Meet, Warp
+from ptxsim.machine import AsyncOp, Cluster, Cta, LaneGroup, Machine, Meet, Warp
 from ptxsim.values import merge
 
 
@@ -154,9 +154,13 @@ class Scheduler:
 
     def _check_exit(self, cluster: Cluster) -> None:
         """A finished cluster leaves nothing in flight and nothing allocated."""
+        stores = {id(op) for cta in cluster.ctas for warp in cta.warps for op in stores_left(warp)}
         for op in [*cluster.loose, *(op for queue in cluster.queues.values() for op in queue)]:
             if op.name == "commit":
                 continue  # an arrival nobody waits for harms nobody
+            if id(op) in stores:
+                op.finish()  # warned of when its thread ended
+                continue
             error = AsyncHazard(
                 f"the kernel ended before {op.name} of this line was waited for", line=op.line
             )
@@ -326,6 +330,8 @@ def exit_lanes(warp: Warp) -> int:
     group = warp.group
     lanes = group.mask if group.mask is not None else np.ones(32, bool)
     warp.exited = warp.exited | lanes
+    if warp.exited.all():
+        _check_groups(warp)
     warp.groups.remove(group)
     warp.cta.machine.progress += 1
     for meet in reversed(group.meets):
@@ -333,6 +339,26 @@ def exit_lanes(warp: Warp) -> int:
     if group.meets:
         _release_after_exit(warp, group.meets)
     return SWITCH
+
+
+def _check_groups(warp: Warp) -> None:
+    """Bulk stores read shared memory: their thread must not end before it knows them done.
+
+    Only an error if strict, since FlashAttention-4's backward ends so.  Groups waited for are gone
+    from the list, whatever the schedule let finish by itself.
+    """
+    left = stores_left(warp)
+    if left:
+        error = AsyncHazard(
+            f"the thread ends without cp.async.bulk.wait_group for {left[0].name} of this line",
+            line=left[0].line,
+        )
+        warp.cta.machine.suspect(error)
+
+
+def stores_left(warp: Warp) -> list[AsyncOp]:
+    """Bulk stores that the warp has not waited for."""
+    return [*warp.bulk_open, *(op for group in warp.bulk_groups for op in group)]
 
 
 def _release_after_exit(warp: Warp, meets: tuple[Meet, ...]) -> None:

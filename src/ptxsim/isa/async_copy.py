@@ -82,17 +82,15 @@ def group_step(name: str, limit: int | None) -> Step:
         pending.clear()
 
     def wait(warp: Any) -> Any:
-        groups = getattr(warp, name + "_groups")
-        while len(groups) > (limit or 0) and all(op.done for op in groups[0]):
-            races.waited(warp, groups.popleft())
-        if len(groups) <= (limit or 0):
-            return None
-        ops = [op for group in list(groups)[: len(groups) - (limit or 0)] for op in group]
+        groups, most = getattr(warp, name + "_groups"), limit or 0
+        ops = [op for group in list(groups)[: max(0, len(groups) - most)] for op in group]
 
         def passed() -> bool:
             if not all(op.done for op in ops):
                 return False
             races.waited(warp, ops)
+            while len(groups) > most:
+                groups.popleft()
             return True
 
         if passed():

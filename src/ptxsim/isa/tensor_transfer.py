@@ -205,7 +205,8 @@ def _touch(warp: Any, window: tuple[int, int, int, int], what: str, writing: boo
     shadow = warp.cta.tensor.shadow
     if shadow is not None:
         cells = (slice(lane, lane + rows), slice(column, column + columns))
-        races.access(warp, shadow, cells, writing, what)
+        actor = races.Transfer(warp) if what == "tcgen05.st" else warp
+        races.access(actor, shadow, cells, writing, what)
 
 
 @instruction("tcgen05.ld")
@@ -294,6 +295,7 @@ def build_wait(ins: Instruction, c: Decoder) -> Step:
         if not gather_lanes(warp, FULL):
             return AGAIN
         if stores:
+            races.transfers_done(warp)
             warp.stores.clear()
         return None
 
