@@ -121,8 +121,9 @@ def sign(value: Value) -> int:
 
 def exact_sum(a: Value, b: Value, mode: str) -> Value:
     """a + b, before rounding; a zero carries the sign that the mode gives it."""
-    if any(isinstance(v, float) and (v != v or v in (INF, -INF)) for v in (a, b)):
-        return float(a) + float(b)
+    special = [v for v in (a, b) if isinstance(v, float) and (v != v or v in (INF, -INF))]
+    if special:  # the other one, however large, does not count
+        return sum(special)
     total = Fraction(a) + Fraction(b)
     if total:
         return total

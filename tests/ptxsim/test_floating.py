@@ -153,6 +153,16 @@ def test_f64_is_ieee(name: str) -> None:
     )
 
 
+def test_f64_fma_of_a_product_beyond_the_range() -> None:
+    """2^1000 2^1000 is finite: with -infinity it gives -infinity, and -2^1023 does not save it."""
+    big = np.full(32, 2.0**1000).view(np.uint64)
+    for last, want in ((-np.inf, -np.inf), (np.nan, np.nan), (-(2.0**1023), np.inf)):
+        c = np.full(32, last).view(np.uint64)
+        for uniform in PATTERNS[3]:
+            (got,) = harness.run("fma.rn.f64 %d0, %a0, %a1, %a2;", [big, big, c], ["f8"], uniform)
+            np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "fma"])
 def test_half_precision_rounds_once(name: str, kind: str) -> None:

@@ -206,8 +206,10 @@ def _fma64(a: Any, b: Any, z: Any) -> Any:
     from fractions import Fraction
 
     def one(x: float, y: float, t: float) -> float:
-        if not (np.isfinite(x) and np.isfinite(y) and np.isfinite(t)):
+        if not (np.isfinite(x) and np.isfinite(y)):
             return x * y + t
+        if not np.isfinite(t):
+            return t  # x * y is finite, though its float64 may not be
         exact = Fraction(x) * Fraction(y) + Fraction(t)
         if exact == 0:
             return x * y + t
