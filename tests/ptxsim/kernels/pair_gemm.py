@@ -1,8 +1,8 @@
 """A tcgen05 GEMM of a CTA pair in PTX, written for these tests: D = A Bᵀ.
 
 A [256, 64] and B [64, 64] bfloat16, D [256, 64] float32; one cluster of two CTAs, each with half
-the rows of A and of B.  Both CTAs load into their own shared memory and signal the even one's barrier,
-the even one multiplies for both and signals both.
+the rows of A and of B.  Both CTAs load into their own shared memory and signal the even one's
+barrier; the even one multiplies for both and signals both.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def _results() -> str:
     return "\n".join(lines)
 
 
-def text() -> str:
-    """The kernel's PTX."""
+def _set_up() -> str:
     return f""".version 8.7
 .target sm_100a
 .address_size 64
@@ -88,7 +87,12 @@ def text() -> str:
   mbarrier.init.shared::cta.b64 [%bars], 1;
   mbarrier.init.shared::cta.b64 [%bars+8], 1;
   fence.mbarrier_init.release.cluster;
-set_up:
+"""
+
+
+def text() -> str:
+    """The kernel's PTX."""
+    return f"""{_set_up()}set_up:
   bar.warp.sync -1;
   barrier.cluster.arrive.aligned;
   barrier.cluster.wait.aligned;
