@@ -1,6 +1,7 @@
 # Two commands on a fresh Linux machine with python3, pip and make:
 #   make demo   sets up .venv and runs one packed training step on real document shapes
 #   make test   sets up .venv and runs lint, types and tests
+#   make sim           runs the simulator's slow corpus: other people's Blackwell and Hopper kernels
 #   make example       fine-tunes a tiny MiniMax-M3 of Transformers, twice, and compares the losses
 #   make integrations  tests the integrations with the oldest and the newest supported frameworks
 # A python3 that already has torch (a GPU machine, say) is reused instead of downloading another one.
@@ -12,7 +13,7 @@ VENV   := .venv
 export OMP_WAIT_POLICY ?= PASSIVE
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test lint types pytest example integrations clean
+.PHONY: help demo test lint types pytest sim example integrations clean
 .DEFAULT_GOAL := help
 
 help:
@@ -64,6 +65,9 @@ integrations:
 	  $$environment/bin/python -m pytest -q tests/integrations || exit 1; \
 	done
 
+sim: $(VENV)/.dev
+	PTXSIM_FULL=1 $(BIN)/python -m pytest -rs tests/ptxsim tests/triton_stages/test_simulated.py
+
 test: lint types pytest
 
 lint: $(VENV)/.dev
@@ -73,8 +77,9 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
+# A file's tests stay together, as they share what is costly to make.
 pytest: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 clean:
 	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

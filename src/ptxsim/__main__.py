@@ -1,0 +1,7 @@
+"""`python -m ptxsim`: see cli.py."""
+
+import sys
+
+from ptxsim.cli import main
+
+sys.exit(main())
