@@ -41,7 +41,7 @@ def require_dsl() -> None:
 def packages(config: pytest.Config) -> Path:
     """The folder with the peers' packages, filled at the first call; skips if PyPI is away."""
     require_dsl()
-    folder = Path(config.cache.mkdir("ptxsim-peers"))  # type: ignore[union-attr]
+    folder = cached(config, "ptxsim-peers")
     stamp = folder / "installed.txt"
     wanted = "\n".join(PACKAGES)
     if not stamp.exists() or stamp.read_text() != wanted:
@@ -55,11 +55,18 @@ def packages(config: pytest.Config) -> Path:
     return folder
 
 
+def cached(config: pytest.Config, name: str) -> Path:
+    """A folder that lasts from run to run; skips where pytest keeps none."""
+    if getattr(config, "cache", None) is None:
+        pytest.skip("pytest runs without its cache, where the peers' packages go")
+    return Path(config.cache.mkdir(name))  # type: ignore[union-attr]
+
+
 def cutlass_sources(config: pytest.Config) -> Path:
     """The folder of the package nvidia-cutlass; skips without nvcc or if PyPI is away."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on the path")
-    folder = Path(config.cache.mkdir("ptxsim-cutlass"))  # type: ignore[union-attr]
+    folder = cached(config, "ptxsim-cutlass")
     if not (folder / "cutlass_library").exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
         done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ HERE = Path(__file__).parent
 
 def test_the_kernels_under_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    if importlib.util.find_spec("xdist"):
+        command += ["-n", "2"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     found = subprocess.run(
         [*command, str(HERE / "interpreted.py")],
