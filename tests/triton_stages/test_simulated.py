@@ -1,7 +1,8 @@
 """The Triton stages' compiled PTX, run in the simulator for GPUs that are not at hand.
 
 Beside the interpreter, which runs the kernels' Python, this runs what ships: matrix instructions,
-barriers, asynchronous copies. bfloat16, since float32 products are rounded to tf32 on these units.
+barriers, asynchronous copies, with the tile sizes of the device. bfloat16, since float32 products
+are rounded to tf32 on these units.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from openmsa.testing import Inputs, assert_ok, attention_truth
 
 pytest.importorskip("triton", reason="Triton is not installed, so its kernels cannot be compiled")
 
+from openmsa.backends.triton import ahead
+from openmsa.backends.triton.sizes import assume
 from ptxsim.launchers.triton import simulate
 
 FULL = os.environ.get("PTXSIM_FULL") == "1"
@@ -87,7 +90,7 @@ def test_forward_and_backward(stages, problem, arch, cost, options, monkeypatch)
     truth = attention_truth(inputs, problem.indices, docs, BLOCK)
     schedule = reference_schedule.key_schedule(problem.indices, layout, BLOCK)
     config = AttentionConfig(BLOCK, DIM**-0.5, False)
-    with simulate(arch, **options) as session:
+    with assume(*ahead.ARCHITECTURES[f"sm_{arch}"]), simulate(arch, **options) as session:
         out, lse = stages.forward.forward(
             inputs.q, inputs.k, inputs.v, problem.indices, schedule, layout, config
         )
@@ -108,7 +111,7 @@ def test_forward_and_backward(stages, problem, arch, cost, options, monkeypatch)
 
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=full, id=f"sm{a}") for a in (80, 90, 100)])
 def test_selection(stages, problem, arch):
-    with simulate(arch):
+    with assume(*ahead.ARCHITECTURES[f"sm_{arch}"]), simulate(arch):
         indices, lse = stages.selection.select_blocks(
             problem.inputs.index_q,
             problem.inputs.index_k[:, 0],

@@ -39,8 +39,9 @@ __all__ = ["backward", "backward_postprocess", "backward_preprocess"]
 
 _SHORT, _LONG = 1024, 2048
 """Queries of a window up to 16,384 queries, and beyond. On an H200 (2026-12) with 512, 1,024 and
-2,048 of them the kernel takes at 16,384 8.2, 7.7, 7.7 ms for a random selection and 8.2, 8.0, 8.2
-for a coherent one, at 32,768 18.2, 16.9, 16.8 for a coherent one; 4,096 are slower everywhere."""
+2,048 of them an earlier version of the kernel took at 16,384 8.2, 7.7, 7.7 ms for a random
+selection and 8.2, 8.0, 8.2 for a coherent one, at 32,768 18.2, 16.9, 16.8 for a coherent one; 4,096
+were slower everywhere."""
 
 _SLOT_BYTES = 2**30
 """Memory for the parts of dq that the repeatable variant holds at a time."""
@@ -117,7 +118,7 @@ def backward(
         return dq, dk, dv
     if schedule.slots is None:
         schedule = key_schedule(saved.indices, layout, config.block_size)
-    ring = _ring(saved.indices, schedule.num_rows, group * dim, layout.num_queries)
+    ring = _ring(saved.indices, schedule.num_rows, group * dim, layout.num_queries, needs[0])
     tickets = ring.steps * schedule.num_rows
     if needs[0]:
         adding = triton.cdiv(ring.window, _SUM_QUERIES)
@@ -153,7 +154,7 @@ class _Ring:
     counters: Tensor
 
 
-def _ring(indices: Tensor, rows: int, width: int, num_queries: int) -> _Ring:
+def _ring(indices: Tensor, rows: int, width: int, num_queries: int, needs_q: bool) -> _Ring:
     heads, _, topk = indices.shape
     window = min(_SHORT, num_queries)
     # At least four units, so that no program waits for sums that have only just begun.
@@ -161,7 +162,8 @@ def _ring(indices: Tensor, rows: int, width: int, num_queries: int) -> _Ring:
         window //= 2
     steps = int(triton.cdiv(num_queries, window)) * heads
     units = min(max(4, _SLOT_BYTES // (window * topk * width * 4)), steps)
-    slots = torch.empty((units, window, topk, width), dtype=torch.float32, device=indices.device)
+    held = units if needs_q else 0
+    slots = torch.empty((held, window, topk, width), dtype=torch.float32, device=indices.device)
     counters = torch.zeros(1 + heads * rows + 2 * steps, dtype=torch.int32, device=indices.device)
     # The later the sums, the fewer of them wait for a long row; the memory is needed again, too.
     return _Ring(window, units, units * 3 // 4, steps, slots, counters)
