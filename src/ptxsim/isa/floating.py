@@ -424,7 +424,7 @@ def build_testp(ins: Instruction, c: Decoder) -> Step:
         "infinite": np.isinf,
         "number": lambda v: ~np.isnan(v),
         "notanumber": np.isnan,
-        "normal": lambda v: np.isfinite(v) & (np.abs(v) >= tiny),
+        "normal": lambda v: np.isfinite(v) & ((v == 0) | (np.abs(v) >= tiny)),  # zeros are
         "subnormal": lambda v: (v != 0) & (np.abs(v) < tiny),
     }
     test, read = tests[what], read_narrow(kind)

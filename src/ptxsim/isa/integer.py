@@ -215,8 +215,8 @@ def _quotient(x: Any, y: Any) -> Any:
 def build_divide(ins: Instruction, c: Decoder) -> Step:
     """div/rem of integers truncate towards zero.
 
-    By zero the value is unspecified (here -1, and the dividend for rem): an error if strict, else a
-    warning, since compilers compute quotients that nothing then uses.
+    By zero the value is unspecified (here all ones, and the dividend for rem): an error if strict,
+    else a warning, since compilers compute quotients that nothing then uses.
     """
     from ptxsim.isa.floating import FLOAT_TYPES, build_float_divide
 
@@ -228,7 +228,7 @@ def build_divide(ins: Instruction, c: Decoder) -> Step:
     width, view = width_of(kind), view_of(kind)
     a, b = c.read(ins.operands[1], width), c.read(ins.operands[2], width)
     d, mask = c.write(ins.operands[0]), MASKS[width]
-    remainder = ins.op == "rem"
+    remainder, ones = ins.op == "rem", -1 if kind[0] == "s" else mask
     dtype = (SIGNED if kind[0] == "s" else UNSIGNED)[width]
 
     def suspect(warp: Any) -> None:
@@ -251,7 +251,7 @@ def build_divide(ins: Instruction, c: Decoder) -> Step:
         q = _quotient(x, y)
         value = x - q * y if remainder else q
         if y.__class__ is not int and zero.any():
-            value = np.where(zero, x if remainder else -1, value)
+            value = np.where(zero, x if remainder else ones, value)
         r[d] = value & mask if value.__class__ is int else value.astype(dtype)
 
     return run
