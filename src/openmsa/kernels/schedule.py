@@ -45,10 +45,10 @@ TOPK_BLOCKS = MINIMAX_M3.topk
 QUERIES_PER_TASK = queries_per_task(MINIMAX_M3.group)
 SOFTMAX_SCALE = 1.0 / HEAD_DIM**0.5
 
-_FEW_ROWS = 2400
-_ROWS_FEW = 4
-_ROWS_MANY = 64
-_SHORTEST_TAIL = 3
+FEW_ROWS = 2400
+ROWS_FEW = 4
+ROWS_MANY = 64
+SHORTEST_TAIL = 3
 
 _FORMS: dict[str, tuple[str | int, ...]] = {
     "row_ptr": ("Hkv", "rows + 1"),
@@ -161,7 +161,7 @@ class CtaWalk:
 def rows_per_cta(rows: int) -> int:
     """Rows of a full CTA: few where every SM must find work, many where dk and dv should stay on
     chip for long. Switch and sizes are the ones reported for a B200, not measured here."""
-    return _ROWS_FEW if rows <= _FEW_ROWS else _ROWS_MANY
+    return ROWS_FEW if rows <= FEW_ROWS else ROWS_MANY
 
 
 def cta_walk(rows: int, num_sms: int) -> CtaWalk:
@@ -188,7 +188,7 @@ def cta_walk(rows: int, num_sms: int) -> CtaWalk:
     _check_sizes("rows", rows, num_sms)
     size = rows_per_cta(rows)
     waves, rest = divmod(rows, num_sms * size)
-    tail = max(_SHORTEST_TAIL, _ceil_div(rest, num_sms))
+    tail = max(SHORTEST_TAIL, _ceil_div(rest, num_sms))
     full = waves * num_sms
     return CtaWalk(rows, size, full, tail, full + _ceil_div(rest, tail))
 
@@ -213,10 +213,10 @@ def grid_launch_bound(capacity: int, num_sms: int) -> int:
 
     def most(rows: int, size: int) -> int:
         waves, rest = divmod(rows, num_sms * size)
-        return waves * num_sms + min(num_sms, _ceil_div(rest, _SHORTEST_TAIL))
+        return waves * num_sms + min(num_sms, _ceil_div(rest, SHORTEST_TAIL))
 
-    few = most(min(capacity, _FEW_ROWS), _ROWS_FEW)
-    return few if capacity <= _FEW_ROWS else max(few, most(capacity, _ROWS_MANY))
+    few = most(min(capacity, FEW_ROWS), ROWS_FEW)
+    return few if capacity <= FEW_ROWS else max(few, most(capacity, ROWS_MANY))
 
 
 def _ceil_div(value: int, by: int) -> int:

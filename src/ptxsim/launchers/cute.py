@@ -252,6 +252,9 @@ def _patch_dsl(
         ("shared_libs", os.environ["CUTE_DSL_LIBS"]),
         ("arch", arch),
         ("dump_dir", dump),
+        # Read from the environment at the DSL's first import, which may lie behind.
+        ("keep_ptx", True),
+        ("keep_cubin", True),
     ):
         _patch(stack, environment, name, value)
     _patch_tvm_ffi(stack, session)
@@ -277,8 +280,9 @@ def _pretend(session: Session, value: Any) -> Any:
     if is_cpu_tensor(value):
         session.tensors.add(value)
         return as_cuda_dlpack(value)
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)(_pretend(session, item) for item in value)
+    if isinstance(value, (tuple, list)):
+        items = [_pretend(session, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 

@@ -1,0 +1,1 @@
+"""CuTe DSL plumbing that knows no stage of MSA."""

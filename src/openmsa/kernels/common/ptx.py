@@ -1,0 +1,65 @@
+"""Instructions that the DSL has no function for, and small idioms around those it has."""
+
+from __future__ import annotations
+
+from openmsa.kernels import require_cute_dsl
+
+require_cute_dsl()
+
+from typing import Any  # noqa: E402
+
+import cutlass.cute as cute  # noqa: E402
+from cutlass import Float32, Int32  # noqa: E402
+from cutlass._mlir.dialects import llvm  # noqa: E402
+from cutlass.cutlass_dsl import dsl_user_op  # noqa: E402
+
+__all__ = ["add_f32", "add_f32x4", "arrive_warp", "fence_tmem_after", "fence_tmem_before"]
+
+
+def _asm(text: str, operands: list[Any], constraints: str, loc: Any, ip: Any) -> None:
+    llvm.inline_asm(
+        None, operands, text, constraints, has_side_effects=True, is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@dsl_user_op
+def add_f32(pointer: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """``*pointer += value`` in global memory, atomically and in no order."""
+    address = pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    operands = [address, Float32(value).ir_value(loc=loc, ip=ip)]
+    _asm("red.relaxed.gpu.global.add.f32 [$0], $1;", operands, "l,f", loc, ip)
+
+
+@dsl_user_op
+def add_f32x4(pointer: Any, values: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Four neighbours of global memory (16-byte aligned) += ``values``, each atomically."""
+    address = pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    operands = [address] + [Float32(v).ir_value(loc=loc, ip=ip) for v in values]
+    text = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
+    _asm(text, operands, "l,f,f,f,f", loc, ip)
+
+
+@dsl_user_op
+def fence_tmem_before(*, loc: Any = None, ip: Any = None) -> None:
+    """Order this thread's tensor memory accesses before the synchronisation that follows."""
+    _asm("tcgen05.fence::before_thread_sync;", [], "", loc, ip)
+
+
+@dsl_user_op
+def fence_tmem_after(*, loc: Any = None, ip: Any = None) -> None:
+    """Order the tensor memory accesses that follow after the synchronisation just made."""
+    _asm("tcgen05.fence::after_thread_sync;", [], "", loc, ip)
+
+
+@cute.jit
+def arrive_warp(barrier: Any) -> None:
+    """One arrival for the whole warp, after all of its lanes have come here."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def lane_broadcast(value: Int32, lane: Int32) -> Int32:
+    return cute.arch.shuffle_sync(value, lane)

@@ -1,0 +1,135 @@
+"""What the code of the backward kernel depends on, and the plan of its memory. No DSL here.
+
+Shared memory (bytes; tiles are 128 x 128 elements of 16 bits)::
+
+    K            32,768    one key block, for the length of a run
+    V            32,768
+    Q         2 x 32,768   one tile of (query, head) rows each
+    dO        2 x 32,768
+    dS           32,768    rows contiguous: the second operand of dQ^T = K^T dS^T
+    scalars   2 x  1,152   per tile: lse, delta, and what the tile is
+    barriers        <256
+
+Tensor memory (columns of 32 bits, 128 lanes; 512 in all)::
+
+      0..127   S^T (lanes are keys, columns rows), then P^T in 16 bits in 0..31 and 64..95
+    128..255   dP^T, then dS^T in 16 bits in 128..159 and 192..223, then dQ^T (lanes are channels)
+    256..383   dV of the run
+    384..511   dK of the run
+
+Two warpgroups share a tile: the first owns rows 0..63, the second rows 64..127. Each writes its P
+and dS over columns that it alone has read, so that neither waits for the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from openmsa.contract.tasks import TILE_ROWS, queries_per_task
+
+__all__ = ["Barrier", "Config", "Meta", "Warps"]
+
+HEAD_DIM = 128
+BLOCK = 128
+STAGES = 2
+"""Tiles of Q and dO, and of scalars, in flight."""
+
+COLUMN_S, COLUMN_DP, COLUMN_DV, COLUMN_DK, COLUMNS = 0, 128, 256, 384, 512
+
+
+class Warps(IntEnum):
+    """First warp of each role, and the number of warps. Register files are split by warpgroup."""
+
+    COMPUTE = 0
+    REDUCE = 8
+    MMA = 12
+    LOAD = 13
+    SCALARS = 14
+    IDLE = 15
+    ALL = 16
+
+
+REGISTERS = {"compute": 152, "reduce": 160, "others": 48}
+"""A thread: 256 * 152 + 128 * 160 + 128 * 48 = 65,536, the whole register file."""
+
+
+class Barrier(IntEnum):
+    """Index of each mbarrier; those of Q, dO and scalars have one per stage."""
+
+    K_FULL = 0
+    K_LANDED = 1
+    K_EMPTY = 2
+    V_FULL = 3
+    V_EMPTY = 4
+    Q_FULL = 5
+    Q_EMPTY = 7
+    DO_FULL = 9
+    DO_EMPTY = 11
+    SCALARS_FULL = 13
+    SCALARS_EMPTY = 15
+    S_FULL = 17
+    P_READY = 18
+    DP_FULL = 19
+    DS_READY = 20
+    DV_DONE = 21
+    DK_DONE = 22
+    DQ_FULL = 23
+    DQ_EMPTY = 24
+    SUMS_FULL = 25
+    SUMS_EMPTY = 26
+    COUNT = 27
+
+
+ARRIVALS = {
+    Barrier.P_READY: 8,
+    Barrier.DS_READY: 8,
+    Barrier.DQ_EMPTY: 4,
+    Barrier.SUMS_EMPTY: 4,
+    Barrier.SCALARS_EMPTY: 8 + 4 + 1,
+}
+"""Arrivals that complete a phase, where it is not 1: one a warp that reads or writes."""
+
+
+class Meta(IntEnum):
+    """Integers of a tile's scalars."""
+
+    HEAD = 0
+    START = 1
+    KEYS = 2
+    OPENS = 3
+    CLOSES = 4
+    MASKED = 5
+    COUNT = 8
+
+
+@dataclass(frozen=True)
+class Config:
+    """Facts that change the code.
+
+    Attributes:
+        dtype: ``"bfloat16"`` or ``"float16"``.
+        group: query heads of a KV head, a power of two up to 64.
+        deterministic: parts of dq go to slots, and each run of a key block has one place for its
+            dk and dv, instead of atomics.
+    """
+
+    dtype: str
+    group: int
+    deterministic: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Queries of a tile."""
+        return queries_per_task(self.group)
+
+    @property
+    def scalar_words(self) -> int:
+        """32-bit words of a tile's scalars: lse, delta, Meta, then query, limit, slot of each."""
+        return 2 * TILE_ROWS + Meta.COUNT + 3 * self.queries
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a thread block."""
+        tiles = (2 + 2 * STAGES + 1) * TILE_ROWS * HEAD_DIM * 2
+        return tiles + STAGES * self.scalar_words * 4 + Barrier.COUNT * 8 + 16

@@ -1,0 +1,136 @@
+"""One warpgroup takes sums out of tensor memory: dQ of each tile, dV and dK of each run.
+
+dQ^T has a channel to a lane, so that a warp's lanes are neighbours in memory: one instruction adds
+128 contiguous bytes. dV and dK have a key to a lane, and a thread adds 16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+from openmsa.kernels import require_cute_dsl
+
+require_cute_dsl()
+
+from typing import Any  # noqa: E402
+
+import cutlass  # noqa: E402
+import cutlass.cute as cute  # noqa: E402
+from cutlass import Int32, Int64  # noqa: E402
+
+from openmsa.kernels.common.ptx import (  # noqa: E402
+    add_f32,
+    add_f32x4,
+    arrive_warp,
+    fence_tmem_after,
+    fence_tmem_before,
+)
+from openmsa.kernels.sm100.backward.config import (  # noqa: E402
+    COLUMN_DK,
+    COLUMN_DP,
+    COLUMN_DV,
+    HEAD_DIM,
+    Barrier,
+    Meta,
+)
+from openmsa.kernels.sm100.backward.context import Context  # noqa: E402
+from openmsa.kernels.sm100.backward.tensor_memory import chunk, load  # noqa: E402
+
+__all__ = ["run"]
+
+_HALF = 64
+_CHUNK = 32
+_VECTOR = 4
+
+
+@cute.jit
+def run(c: Context) -> None:
+    """Add up the CTA's tiles and runs in global memory."""
+    lane = cute.arch.thread_idx()[0] % 128
+    runs, owner = Int32(0), Int32(1)
+    for tile in cutlass.range(c.end - c.begin, unroll=1):
+        stage, used = c.stage(tile)
+        c.wait(Barrier.SCALARS_FULL, used, stage)
+        head, start, keys = (
+            c.meta(stage, which) for which in (Meta.HEAD, Meta.START, Meta.KEYS)
+        )  # fmt: skip
+        opens, closes = c.meta(stage, Meta.OPENS), c.meta(stage, Meta.CLOSES)
+        if opens != 0:
+            owner = opens
+        queries = cute.make_rmem_tensor((c.config.queries, 2), Int32)
+        for slot in cutlass.range_constexpr(c.config.queries):
+            queries[slot, 0] = c.ints[stage, c.query_at(slot)]
+            queries[slot, 1] = c.ints[stage, c.slot_at(slot)]
+        arrive_warp(c.barrier(Barrier.SCALARS_EMPTY, stage))
+
+        c.wait(Barrier.DQ_FULL, tile)
+        fence_tmem_after()
+        # All of it before any of it is added: the next tile's dP waits for these columns.
+        halves = [load(chunk(c.tensor_memory + (COLUMN_DP + at), _HALF), lane) for at in (0, _HALF)]
+        fence_tmem_before()
+        arrive_warp(c.barrier(Barrier.DQ_EMPTY))
+        for slot in cutlass.range_constexpr(c.config.queries):
+            _add_query(c, halves, queries[slot, 0], queries[slot, 1], slot, head, lane)
+        if closes != 0:
+            c.wait(Barrier.SUMS_FULL, runs)
+            runs += 1
+            fence_tmem_after()
+            _store_block(c, COLUMN_DV, 0, head, start, keys, owner, lane)
+            _store_block(c, COLUMN_DK, 1, head, start, keys, owner, lane)
+            fence_tmem_before()
+            arrive_warp(c.barrier(Barrier.SUMS_EMPTY))
+
+
+@cute.jit
+def _add_query(
+    c: Context, halves: Any, query: Int32, place: Int32, slot: Any, head: Int32, lane: Int32
+) -> None:
+    """One query's part of dq: its rows of the tile are the heads of the group."""
+    group = c.config.group
+    if query >= 0:
+        at = Int64(query)
+        if cutlass.const_expr(c.config.deterministic):
+            topk = c.tensors.indices.shape[2]
+            at = Int64(query - c.numbers.first_query) * topk + place
+        q_heads = c.tensors.lse.shape[1]
+        first = c.tensors.dq.iterator + ((at * q_heads + head * group) * HEAD_DIM + lane)
+        for i in cutlass.range_constexpr(group):
+            row = slot * group + i
+            value = halves[row // _HALF][row % _HALF]
+            if cutlass.const_expr(c.config.deterministic):
+                target = cute.make_tensor(first + i * HEAD_DIM, cute.make_layout(1))
+                target[0] = value
+            else:
+                add_f32(first + i * HEAD_DIM, value)
+
+
+@cute.jit
+def _store_block(
+    c: Context, column: Any, which: Any, head: Int32, start: Int32, keys: Int32, owner: Int32,
+    lane: Int32,
+) -> None:  # fmt: skip
+    """dV (0) or dK (1) of a run. In order, a run has one writer: whoever began it adds to the
+    result; whoever goes on with it keeps a part of its own, added later in the order of CTAs."""
+    target = c.tensors.dv if which == 0 else c.tensors.dk
+    kv_heads = target.shape[1]
+    first = target.iterator + (Int64(start + lane) * kv_heads + head) * HEAD_DIM
+    cta = cute.arch.block_idx()[0]
+    part = c.tensors.parts.iterator + ((Int64(cta) * 2 + which) * 128 + lane) * HEAD_DIM
+    if cutlass.const_expr(c.config.deterministic):
+        part_rows = c.tensors.part_rows
+        if owner == 2 and lane == 0:
+            for at, value in enumerate((head, start, keys)):
+                part_rows[cta, at] = value
+    for at in cutlass.range_constexpr(HEAD_DIM // _CHUNK):
+        values = load(chunk(c.tensor_memory + (column + at * _CHUNK), _CHUNK), lane)
+        if lane < keys:
+            if cutlass.const_expr(c.config.deterministic):
+                place = first
+                if owner == 2:
+                    place = part
+                old = cute.make_tensor(place + at * _CHUNK, cute.make_layout(_CHUNK))
+                for i in cutlass.range_constexpr(_CHUNK):
+                    old[i] = values[i] + (old[i] if owner == 1 else 0)
+            else:
+                for i in cutlass.range_constexpr(0, _CHUNK, _VECTOR):
+                    add_f32x4(
+                        first + (at * _CHUNK + i), [values[i + j] for j in range(_VECTOR)]
+                    )
