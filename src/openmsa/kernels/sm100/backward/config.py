@@ -50,8 +50,8 @@ class Warps(IntEnum):
     ALL = 16
 
 
-REGISTERS = {"compute": 152, "reduce": 160, "others": 48}
-"""A thread: 256 * 152 + 128 * 160 + 128 * 48 = 65,536, the whole register file."""
+REGISTERS = {"compute": 144, "reduce": 144, "others": 80}
+"""A thread: 256 * 144 + 128 * 144 + 128 * 80 = 65,536, the whole register file."""
 
 
 class Barrier(IntEnum):

@@ -55,12 +55,6 @@ def run(c: Context) -> None:
         opens, closes = c.meta(stage, Meta.OPENS), c.meta(stage, Meta.CLOSES)
         if opens != 0:
             owner = opens
-        queries = cute.make_rmem_tensor((c.config.queries, 2), Int32)
-        for slot in cutlass.range_constexpr(c.config.queries):
-            queries[slot, 0] = c.ints[stage, c.query_at(slot)]
-            queries[slot, 1] = c.ints[stage, c.slot_at(slot)]
-        arrive_warp(c.barrier(Barrier.SCALARS_EMPTY, stage))
-
         c.wait(Barrier.DQ_FULL, tile)
         fence_tmem_after()
         # All of it before any of it is added: the next tile's dP waits for these columns.
@@ -68,7 +62,8 @@ def run(c: Context) -> None:
         fence_tmem_before()
         arrive_warp(c.barrier(Barrier.DQ_EMPTY))
         for slot in cutlass.range_constexpr(c.config.queries):
-            _add_query(c, halves, queries[slot, 0], queries[slot, 1], slot, head, lane)
+            _add_query(c, halves, stage, slot, head, lane)
+        arrive_warp(c.barrier(Barrier.SCALARS_EMPTY, stage))
         if closes != 0:
             c.wait(Barrier.SUMS_FULL, runs)
             runs += 1
@@ -81,15 +76,17 @@ def run(c: Context) -> None:
 
 @cute.jit
 def _add_query(
-    c: Context, halves: Any, query: Int32, place: Int32, slot: Any, head: Int32, lane: Int32
+    c: Context, halves: Any, stage: Any, slot: Any, head: Int32, lane: Int32
 ) -> None:
     """One query's part of dq: its rows of the tile are the heads of the group."""
     group = c.config.group
+    query = c.ints[stage, c.query_at(slot)]
     if query >= 0:
         at = Int64(query)
         if cutlass.const_expr(c.config.deterministic):
             topk = c.tensors.indices.shape[2]
-            at = Int64(query - c.numbers.first_query) * topk + place
+            at = Int64(query - c.numbers.first_query) * topk
+            at += c.ints[stage, c.slot_at(slot)]
         q_heads = c.tensors.lse.shape[1]
         first = c.tensors.dq.iterator + ((at * q_heads + head * group) * HEAD_DIM + lane)
         for i in cutlass.range_constexpr(group):
