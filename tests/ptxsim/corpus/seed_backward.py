@@ -1,6 +1,7 @@
 """The seed's backward (nemo-automodel's msa_* SM100 kernels) on packed documents, against float64.
 
-64 query heads, 4 key heads, width 128, every causal key block selected.
+64 query heads, 4 key heads, width 128, every causal key block selected; with `--readers` by the last
+so many queries of each document only.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def words(values: list[int] | list[tuple[int, ...]]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def schedule(lengths: list[int], starts: list[int], rows: int) -> dict[str, Tensor]:
+def schedule(
+    lengths: list[int], starts: list[int], rows: int, readers: int
+) -> dict[str, Tensor]:
     """The forward's key-block-to-query lists: block b of a document is seen by queries from its
     first key on.  Unused capacity holds numbers that would be out of bounds."""
     row_ptr, queries, work = words([0]).new_zeros(KEY_HEADS, rows + 1), [], []
@@ -46,7 +49,7 @@ def schedule(lengths: list[int], starts: list[int], rows: int) -> dict[str, Tens
         for document, length in enumerate(lengths):
             for block in range(-(-length // BLOCK)):
                 row_ptr[head, row] = len(seen)
-                found = list(range(block * BLOCK, length))
+                found = list(range(max(block * BLOCK, length - readers), length))
                 seen += found
                 work.append((head, row, 0, len(found), document, block))
                 row += 1
@@ -64,18 +67,25 @@ def schedule(lengths: list[int], starts: list[int], rows: int) -> dict[str, Tens
     }  # fmt: skip
 
 
-def oracle(lengths: list[int], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """out, lse, dq, dk, dv of all documents."""
-    parts, at = [], 0
+def oracle(lengths: list[int], readers: int, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """out, lse, dq, dk, dv of all documents; out, lse and dq are zero where a query reads nothing."""
+    parts, end = [], 0
     for length in lengths:
-        parts.append(attention(*(x[at : at + length] for x in tensors), causal=True))
-        at += length
+        end += length
+        rows = slice(max(end - length, end - readers), end)
+        q, k, v, grad = tensors
+        keys = slice(end - length, end)
+        found = attention(q[rows], k[keys], v[keys], grad[rows], causal=True)
+        unread = (0,) * (2 * found[0].dim() - 2) + (length - (rows.stop - rows.start), 0)
+        padded = [torch.nn.functional.pad(x, unread[2 * (3 - x.dim()) :]) for x in found[:3]]
+        parts.append((*padded, *found[3:]))
     return [torch.cat(values) for values in zip(*parts, strict=True)]
 
 
 def main() -> None:
-    chosen = options(lengths="256")
+    chosen = options(lengths="256", readers=0)
     lengths = [int(n) for n in chosen.lengths.split(",")]
+    readers = chosen.readers or max(lengths)
     torch.manual_seed(0)
     tokens = sum(lengths)
     q, grad = (torch.randn(tokens, HEADS, WIDTH).bfloat16() for _ in range(2))
@@ -86,7 +96,7 @@ def main() -> None:
     places = torch.cat([torch.arange(n) + s for n, s in zip(lengths, starts, strict=True)])
     k_aligned, v_aligned = (torch.zeros(rows * BLOCK, KEY_HEADS, WIDTH).bfloat16() for _ in "kv")
     k_aligned[places], v_aligned[places] = k, v
-    out, lse, dq, dk, dv = oracle(lengths, (q, k, v, grad))
+    out, lse, dq, dk, dv = oracle(lengths, readers, (q, k, v, grad))
     runner = Runner(chosen)
     stand_in_for_packages()
     with cute.simulate("sm_100a", run=runner):
@@ -95,7 +105,7 @@ def main() -> None:
         found = kernels.run_backward(
             q=q, k_aligned=k_aligned, v_aligned=v_aligned, grad_out=grad, lse=lse.float(),
             out=out.bfloat16(),
-            schedule=records.MSABackwardSchedule(**schedule(lengths, starts, rows)),
+            schedule=records.MSABackwardSchedule(**schedule(lengths, starts, rows, readers)),
         )  # fmt: skip
     report(
         seconds=runner.seconds,
