@@ -49,20 +49,20 @@ def twice(build: Build) -> dict[str, Any]:
 
 
 def loaded(build: Build) -> dict[str, Any]:
-    """Run what lies on the disk, in the simulator, without ever making it."""
+    """Run what lies on the disk, in the simulator, without making it."""
     from ptxsim.launchers import cute as simulator
     from ptxsim.launchers.tensors import as_cuda_dlpack
 
-    entry, kept = ahead(build)
     unmade = Build(build.name, build.arch, build.facts, lambda: 1 / 0)
     x, y = torch.arange(100.0), torch.zeros(100)
     with simulator.simulate(arch=build.arch) as session:
+        ahead(build)
+        entry, kept = ahead(unmade)
         session.register(entry.files["kernel.cubin"], entry.files["kernel.ptx"].decode())
         session.tensors.add(x)
         session.tensors.add(y)
-        run = compiled(unmade)
-        run(as_cuda_dlpack(x), as_cuda_dlpack(y), 3.0)
-    assert function(unmade) is function(unmade)
+        compiled(unmade)(as_cuda_dlpack(x), as_cuda_dlpack(y), 3.0)
+        assert function(unmade) is function(unmade)
     return {"kept": kept, "right": bool((y == 3 * x).all())}
 
 
@@ -70,13 +70,15 @@ def off(build: Build) -> dict[str, Any]:
     """In the simulator with the disk off: made anew, whatever lies there or was loaded before."""
     from ptxsim.launchers import cute as simulator
 
-    before = function(build)
     x, y = torch.arange(100.0), torch.zeros(100)
-    with simulator.simulate(arch=build.arch), cache.disabled():
-        inside = function(build)
-        inside(x, y, 3.0)
-        assert inside is function(build)
-    apart = inside is not before and function(build) is before
+    with simulator.simulate(arch=build.arch):
+        ahead(build)
+        before = function(build)
+        with cache.disabled():
+            inside = function(build)
+            inside(x, y, 3.0)
+            assert inside is function(build)
+        apart = inside is not before and function(build) is before
     cache_clear()
     return {"apart": apart, "right": bool((y == 3 * x).all())}
 

@@ -161,7 +161,9 @@ def _show(result: dict[str, Any], report: bool) -> None:
             ]
         )  # fmt: skip
     write(text.table(header, rows))
-    write("\nBytes: of a thread's stack, where spilled registers go, and of a thread block's shared")
+    write(
+        "\nBytes: of a thread's stack, where spilled registers go, and of a thread block's shared"
+    )
     write("memory, of which static and dynamic together may be 232,448.")
     if report:
         for kernel in result["kernels"]:

@@ -47,7 +47,9 @@ TYPES = {
 }
 
 
-_NOT_CODE = ("CUTE_DSL_LIBS", "CUTE_DSL_DUMP_DIR", "CUTE_DSL_KEEP", "CUTE_DSL_LOG")
+_NOT_CODE = tuple(
+    f"CUTE_DSL_{name}" for name in ("LIBS", "DUMP_DIR", "KEEP", "LOG", "DISABLE_FILE_CACHING")
+)
 """Variables of the DSL that change no code, by how they begin."""
 
 _SOURCES = cache.sources()
