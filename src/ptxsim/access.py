@@ -20,7 +20,7 @@ from ptxsim.memory import (
     SHARED_BASE,
     SharedMemory,
 )
-from ptxsim.values import LANES, S64, U8, U64
+from ptxsim.values import LANES, S64, U8, U32, U64
 
 _SHIFT = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
 _STEPS = np.arange(32)
@@ -96,14 +96,14 @@ def store_shared(warp: Any, address: Any, values: Any, size: int, cluster: bool 
     shared, offsets = shared_window(warp, address, cluster)
     low, high = shared.check(offsets, size, size)
     shared.check_write(offsets, size)
-    if shared.shadow is not None and size >= 4 and warp.tracked:
-        races.access(warp, shared.shadow, races.words(offsets, size), True, "a store")
     unit = min(size, 16)
     mark = proxy.mark(warp)
     if offsets.__class__ is int:
         data = values if values.__class__ is int else _last_lane(warp, values)
-        shared.data[offsets : offsets + size] = np.frombuffer(data.to_bytes(size, "little"), U8)
+        values = np.frombuffer(data.to_bytes(size, "little"), U8)
         index: Any = slice(offsets, offsets + size)
+        _note_store(warp, shared, offsets, size, (shared.data, index, values))
+        shared.data[index] = values
         shared.state[index] = mark
     else:
         index = offsets >> _SHIFT[unit]
@@ -113,6 +113,7 @@ def store_shared(warp: Any, address: Any, values: Any, size: int, cluster: bool 
             values = values[warp.mask]
         if size > 16:
             raise InvalidOperand("a shared store of 32 bytes")
+        _note_store(warp, shared, offsets, size, (shared.views[unit], index, values))
         shared.views[unit][index] = values
         index = (offsets[:, None] + np.arange(size)).reshape(-1) if size < 16 else offsets >> 4
         if size < 16:
@@ -121,6 +122,22 @@ def store_shared(warp: Any, address: Any, values: Any, size: int, cluster: bool 
             shared.states[16][index] = _mark16(mark)
     warp.cta.machine.stores += 1
     proxy.note(warp, shared, low, high + size)
+
+
+def _note_store(
+    warp: Any, shared: SharedMemory, offsets: Any, size: int, assignment: tuple[Any, Any, Any]
+) -> None:
+    """Look for races of the store that `memory[index] = values` will carry out."""
+    if shared.shadow is None or size < 4 or not warp.tracked:
+        return
+    memory, index, values = assignment
+
+    def repeats() -> np.ndarray:
+        old = memory[index]
+        new = np.ascontiguousarray(np.broadcast_to(values, old.shape), old.dtype)
+        return np.asarray(old.view(U32) == new.view(U32))
+
+    races.access(warp, shared.shadow, races.words(offsets, size), True, "a store", repeats)
 
 
 _MARKS: dict[int, Any] = {}

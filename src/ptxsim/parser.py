@@ -1,13 +1,12 @@
 """PTX text to `ptx.PtxModule`.  PTX ISA chapters 4 (syntax) and 5 (state spaces, types).
 
 Handles what NVVM and Triton emit: one pass over the tokens, scopes opened by inline assembly with
-their own registers and repeated labels, `.loc` kept as a source position, debug sections skipped.
+their own registers and repeated labels, debug sections skipped.
 """
 
 from __future__ import annotations
 
 import re
-import struct
 
 from ptxsim.errors import ParseError
 from ptxsim.ptx import (
@@ -28,17 +27,8 @@ from ptxsim.ptx import (
     Variable,
     Vector,
 )
+from ptxsim.tokens import Tokens, locations, parse_number
 
-_TOKEN = re.compile(
-    r"""(?P<ws>[ \t\r]+)|(?P<nl>\n)|(?P<str>"[^"\n]*")
-    |(?P<num>-?0[fF][0-9a-fA-F]{8}|-?0[dD][0-9a-fA-F]{16}|-?0[xX][0-9a-fA-F]+U?
-        |-?0[bB][01]+U?|-?\d+(?:\.\d+(?:[eE][-+]?\d+)?)?U?)
-    |(?P<word>\.?[A-Za-z_$%][\w$]*(?:(?:::|\.)\w+)*)
-    |(?P<punct>[{}()\[\],;:@!|+=<>-])""",
-    re.X,
-)
-_LOC = re.compile(r"^[ \t]*\.loc[ \t]+(\d+)[ \t]+(\d+)[ \t]+(\d+).*$", re.M)
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _SPECIAL = re.compile(
     r"%(tid|ntid|ctaid|nctaid|clusterid|nclusterid|cluster_ctaid|cluster_nctaid)\.[xyz]$"
     r"|%(laneid|warpid|nwarpid|smid|nsmid|gridid|clock|clock_hi|clock64|globaltimer|globaltimer_lo"
@@ -53,80 +43,14 @@ def parse(text: str) -> PtxModule:
     return _Parser(text).module()
 
 
-def parse_number(token: str) -> Immediate:
-    """A literal: integer, `0f…` or `0d…`."""
-    body = token.removeprefix("-")
-    if body[:2] in ("0f", "0F"):
-        return Immediate(int(body[2:], 16), "f32")
-    if body[:2] in ("0d", "0D"):
-        return Immediate(int(body[2:], 16), "f64")
-    if "." in body:
-        return Immediate(struct.unpack("<Q", struct.pack("<d", float(token)))[0], "f64")
-    digits = body.removesuffix("U")
-    base = {"0x": 16, "0b": 2}.get(digits[:2].lower(), 8 if digits[0] == "0" else 10)
-    value = int(digits, base)
-    return Immediate(-value if token[0] == "-" else value)
-
-
-class _Parser:
+class _Parser(Tokens):
     def __init__(self, text: str) -> None:
+        super().__init__(text)
         self.lines = text.split("\n")
-        self.locations = _locations(text)
-        text = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), text)
-        text = _LOC.sub("", text)
-        self.tokens: list[tuple[str, str, int]] = []
-        self._tokenise(text)
-        self.at = 0
+        self.locations = locations(text)
         self.kernel = Kernel("")
         self.scope_names: list[dict[str, Register]] = []
         self.scope_ids: list[int] = []
-
-    def _tokenise(self, text: str) -> None:
-        line, position = 1, 0
-        while position < len(text):
-            match = _TOKEN.match(text, position)
-            if match is None:
-                raise ParseError(f"unexpected character {text[position]!r}", line=line)
-            kind = match.lastgroup or ""
-            if kind == "nl":
-                line += 1
-            elif kind != "ws":
-                self.tokens.append((kind, match[0], line))
-            position = match.end()
-        self.tokens.append(("end", "", line))
-
-    # Small steps over the tokens.
-    @property
-    def token(self) -> str:
-        if self.at >= len(self.tokens):
-            raise ParseError("the file ends inside a statement", line=self.tokens[-1][2])
-        return self.tokens[self.at][1]
-
-    @property
-    def line(self) -> int:
-        return self.tokens[self.at][2]
-
-    def next(self) -> str:
-        value = self.token
-        self.at += 1
-        return value
-
-    def accept(self, value: str) -> bool:
-        if self.token == value and self.tokens[self.at][0] != "str":
-            self.at += 1
-            return True
-        return False
-
-    def expect(self, value: str) -> None:
-        if not self.accept(value):
-            raise ParseError(f"expected {value!r}, found {self.token!r}", line=self.line)
-
-    def integer(self) -> int:
-        kind, value, line = self.tokens[self.at]
-        if kind != "num":
-            raise ParseError(f"expected a number, found {value!r}", line=line)
-        self.at += 1
-        return parse_number(value).bits
 
     # Module level.
     def module(self) -> PtxModule:
@@ -439,16 +363,3 @@ class _Parser:
             more.append(self._operand())
         self.expect("]")
         return Memory(base, offset, tuple(more))
-
-
-def _locations(text: str) -> dict[int, str]:
-    """Line of each `.loc` to `file:line:column`; readers take the last one at or before a line."""
-    if ".loc" not in text:
-        return {}
-    files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M))
-    found = {}
-    for number, row in enumerate(text.split("\n"), start=1):
-        match = _LOC.match(row)
-        if match:
-            found[number] = f"{files.get(match[1], match[1])}:{match[2]}:{match[3]}"
-    return found

@@ -6,6 +6,11 @@ barriers carry vectors from those who arrive to those who get past.  The shadow 
 word its last writer and last reader as (agent, clock).  An access races if the one remembered is
 not covered by the vector of the accessing warp: then nothing but the schedule orders the two.
 
+Replicas are no race: compilers let several warps compute the same tile, and each store it by the
+same instruction.  Whichever store comes last, the words hold the same; so words that a store finds
+as it would leave them, written by that very instruction in another warp, are left out.  Loads and
+later stores still have to be ordered, behind the replica that was stored last.
+
 An operation counts as accessing when it is issued, and hands its vector to the barrier or group it
 completes.  Of several readers only the last is remembered, the lanes of a warp are one agent, and
 accesses narrower than a word are not tracked: races may be missed, none is invented.
@@ -158,16 +163,30 @@ def rows(index: Any) -> Any:
     return np.asarray(index)[..., None] * 4 + np.arange(4)
 
 
-def access(actor: Any, shadow: Shadow, index: Any, writing: bool, what: str) -> None:
-    """Check and remember an access by a warp or an operation."""
+def access(
+    actor: Any,
+    shadow: Shadow,
+    index: Any,
+    writing: bool,
+    what: str,
+    repeats: Callable[[], np.ndarray] | None = None,
+) -> None:
+    """Check and remember an access by a warp or an operation; `repeats` says of each word whether
+    a store leaves it as it is."""
     vector, agent = actor.vector, actor.agent
     half = len(vector) // 2
     own = agent if agent >= half else agent + half  # the engine of the same warp keeps its order
-    _check(vector, shadow.writes, shadow.write_lines, index, (own, what, writing, "written"))
+    line = actor.line if hasattr(actor, "line") else line_of(actor)
+
+    def replicas() -> Any:
+        lines = shadow.write_lines[index]
+        return repeats is not None and (lines == line) & repeats().reshape(lines.shape)
+
+    words = (own, what, writing, "written")
+    _check(vector, shadow.writes, shadow.write_lines, index, words, replicas)
     if writing:
         _check(vector, shadow.reads, shadow.read_lines, index, (own, what, writing, "read"))
     epoch = np.uint32(agent << int(AGENT_SHIFT) | int(vector[agent]))
-    line = actor.line if hasattr(actor, "line") else line_of(actor)
     if writing:
         shadow.writes[index], shadow.write_lines[index] = epoch, line
     else:
@@ -193,13 +212,20 @@ def line_of(warp: Any) -> int:
 
 
 def _check(
-    vector: np.ndarray, epochs: np.ndarray, lines: np.ndarray, index: Any, words: tuple[Any, ...]
+    vector: np.ndarray,
+    epochs: np.ndarray,
+    lines: np.ndarray,
+    index: Any,
+    words: tuple[Any, ...],
+    harmless: Callable[[], Any] = lambda: False,
 ) -> None:
     old = epochs[index]
     bad = (old & CLOCKS) > vector[old >> AGENT_SHIFT]
     own, what, writing, before = words
     if bad.any():
         bad &= (old >> AGENT_SHIFT) != own
+    if bad.any():
+        bad &= np.logical_not(harmless())
     if not bad.any():
         return
     at = int(np.flatnonzero(bad.reshape(-1))[0])

@@ -192,10 +192,11 @@ class Scheduler:
         warp, pc = group.warp, group.pc
         warp.group, warp.mask = group, group.mask
         steps = self.machine.program.steps
+        masked = bool(group.meets) or len(warp.groups) > 1 or self.machine.options.races
         result: Any = None
         left = quantum
         try:
-            if group.meets or len(warp.groups) > 1 or self.machine.options.races:
+            if masked:
                 pc, result, left = self._run_masked(group, quantum)
             else:
                 while left:
@@ -208,10 +209,10 @@ class Scheduler:
                     else:
                         break
         except SimulationError as error:
-            raise self._located(error, warp, group.pc if group.meets else pc) from None
+            raise self._located(error, warp, group.pc if masked else pc) from None
         except Exception as error:
             wrong = SimulationError(f"the simulator failed here: {type(error).__name__}: {error}")
-            raise self._located(wrong, warp, group.pc if group.meets else pc) from error
+            raise self._located(wrong, warp, group.pc if masked else pc) from error
         finally:
             self.machine.steps += quantum - left
         if result == SWITCH:

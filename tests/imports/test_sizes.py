@@ -1,30 +1,42 @@
-"""Sizes that keep files readable, held for every file of the package."""
+"""Sizes that keep files readable, held for every file of the packages."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import openmsa
+import ptxsim
 
 PACKAGE = Path(openmsa.__file__).parent
+SIMULATOR = Path(ptxsim.__file__).parent
 
 FILE_LINES = 300
 KERNEL_FILE_LINES = 600
+SIMULATOR_FILE_LINES = 450  # a family of instructions stays together
 FUNCTION_LINES = 80
 PARAMETERS = 10
 
-ALLOWED: dict[str, str] = {}
-"""What may be over a limit: file, or ``file:function`` (dotted where nested) -> why."""
+ALLOWED: dict[str, str] = {
+    "ptxsim/module.py:Module.launch": "2026-12-02: one keyword for each option of a launch, which "
+    "a record would only hide from those who call it",
+}
+"""What may be over a limit: file, or ``file:function`` (dotted where nested) -> since when, why."""
 
 
 def oversized(path: str, source: str) -> dict[str, str]:
-    """File or ``file:function`` -> what is too large about it. ``path`` is relative, with ``/``."""
+    """File or ``file:function`` -> what is too large about it. ``path`` is relative, with ``/``;
+    the simulator's begin with ``ptxsim/``."""
     found = {}
-    limit = KERNEL_FILE_LINES if path.startswith(("kernels/", "backends/")) else FILE_LINES
+    limit = FILE_LINES
+    if path.startswith(("kernels/", "backends/")):
+        limit = KERNEL_FILE_LINES
+    elif path.startswith("ptxsim/"):
+        limit = SIMULATOR_FILE_LINES
     lines = len(source.splitlines())
     if lines > limit:
         found[path] = f"{lines} lines, at most {limit}"
@@ -67,9 +79,10 @@ def count_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def measured() -> dict[str, str]:
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        source = path.read_text(encoding="utf-8")
-        found.update(oversized(path.relative_to(PACKAGE).as_posix(), source))
+    for root, base in ((PACKAGE, PACKAGE), (SIMULATOR, SIMULATOR.parent)):
+        for path in sorted(root.rglob("*.py")):
+            source = path.read_text(encoding="utf-8")
+            found.update(oversized(path.relative_to(base).as_posix(), source))
     return found
 
 
@@ -83,12 +96,13 @@ def test_no_entry_of_the_allow_list_is_stale() -> None:
     assert stale == [], "within the limits now, or gone: strike them from ALLOWED"
 
 
-def test_every_entry_of_the_allow_list_has_a_reason() -> None:
-    assert all(reason.strip() for reason in ALLOWED.values())
+def test_every_entry_of_the_allow_list_has_a_date_and_a_reason() -> None:
+    assert all(re.match(r"20\d\d-\d\d-\d\d: \S", reason) for reason in ALLOWED.values())
 
 
 def test_the_measurement_reaches_the_files() -> None:
     assert (PACKAGE / "kernels" / "schedule.py") in set(PACKAGE.rglob("*.py"))
+    assert (SIMULATOR / "isa" / "tcgen05.py") in set(SIMULATOR.rglob("*.py"))
 
 
 def test_a_triton_kernel_may_take_many_parameters_but_not_many_lines() -> None:
@@ -114,6 +128,8 @@ def body(lines: int, name: str = "f", parameters: str = "") -> str:
         ("backends/cpu/forward.py", 601, False),
         ("kernels/sm90/mma.py", 600, True),
         ("kernels/sm90/mma.py", 601, False),
+        ("ptxsim/isa/tcgen05.py", 450, True),
+        ("ptxsim/isa/tcgen05.py", 451, False),
     ],
 )
 def test_a_long_file_is_found(path: str, lines: int, fits: bool) -> None:

@@ -7,8 +7,9 @@ import struct
 import pytest
 
 import ptxsim
-from ptxsim.parser import parse, parse_number
+from ptxsim.parser import parse
 from ptxsim.ptx import Immediate, Memory, Negated, Pipe, Register, Sink, Symbol, Vector
+from ptxsim.tokens import parse_number
 
 HEAD = ".version 9.0\n.target sm_100a, debug\n.address_size 64\n"
 

@@ -181,6 +181,70 @@ def test_race_of_two_warps_on_shared_memory() -> None:
         assert np.array_equal(x, np.arange(64) ^ 32)
 
 
+WRITTEN_BY_THE_OTHER = r"a store writes what warp [01] has written"
+REPLICAS = {
+    "words": "st.shared.u32 [%a], %r0;",
+    "vectors": "st.shared.v4.u32 [%a], {%r0, %r0, %v, %r0};",
+    "one address": "mov.u32 %a, buf; mov.u32 %r0, 5; st.shared.u32 [%a], %r0;",
+    "matrices": "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%a], {%r0, %v, %v, %r0};",
+}
+
+
+def replicas(store: str, odd: str = "", sync: str = "bar.sync 0;") -> str:
+    """Both warps store the same; warp 1 does `odd` before; what is loaded goes to x."""
+    return f"""
+    and.b32 %r0, %t, 31;
+    mov.u32 %a, buf; mad.lo.u32 %a, %r0, 16, %a;
+    add.u32 %v, %r0, 7;
+    setp.eq.u32 %q, %w, 1;
+    {odd}
+    {store}
+    {sync}
+    ld.shared.u32 %v, [%a];
+    st.global.u32 [%y], %v;
+    """
+
+
+@pytest.mark.parametrize("form", REPLICAS)
+def test_warps_that_store_the_same_are_no_race(form: str) -> None:
+    for seed in range(4):
+        x = run(replicas(REPLICAS[form]), block=64, seed=seed, races=True)
+        assert np.array_equal(x[:32], x[32:])
+
+
+@pytest.mark.parametrize("form", REPLICAS)
+def test_stores_of_something_else_are_a_race_named_by_the_second_store(form: str) -> None:
+    store = REPLICAS[form]
+    if form == "one address":
+        store = store.replace("mov.u32 %r0, 5;", "add.u32 %r0, %w, 5;")
+    # One word of one lane differs.
+    odd = "setp.eq.and.u32 %p, %r0, 17, %q; @%p add.u32 %r0, %r0, 1;"
+    for seed in range(4):
+        with pytest.raises(ptxsim.DataRace, match=WRITTEN_BY_THE_OTHER) as found:
+            run(replicas(store, odd), block=64, seed=seed, races=True)
+        assert found.value.text is not None
+        assert found.value.text.startswith(("st.shared", "stmatrix"))
+        assert f"written in line {found.value.line}," in found.value.message
+
+
+def test_a_replica_orders_nothing() -> None:
+    """Its words must still be waited for, and be done with before they are stored again."""
+    store = REPLICAS["words"]
+    with pytest.raises(ptxsim.DataRace, match="a load reads what warp 0 has written"):
+        run(replicas("@!%q " + store, sync=""), block=64, races=True)
+    again = "bar.sync 0; ld.shared.u32 %v, [%a];" + store
+    for seed in range(4):
+        with pytest.raises(ptxsim.DataRace, match=r"writes what warp . has read|a load reads"):
+            run(replicas(store, sync=again), block=64, seed=seed, races=True)
+
+
+def test_two_instructions_that_store_the_same_are_a_race() -> None:
+    body = replicas("@%q st.shared.u32 [%a], 3;\n@!%q st.shared.u32 [%a], 3;")
+    for seed in range(4):
+        with pytest.raises(ptxsim.DataRace, match=WRITTEN_BY_THE_OTHER):
+            run(body, block=64, seed=seed, races=True)
+
+
 def test_atomics_and_flags_are_no_races() -> None:
     body = """
     mov.u32 %a, buf;

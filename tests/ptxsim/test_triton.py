@@ -150,6 +150,29 @@ def test_matmul_by_the_matrix_unit_of_each_architecture(arch: int, dtype: torch.
     assert relative_error(c, want) <= (2**-10 if dtype == torch.float32 else 2**-21)
 
 
+@triton.jit
+def chained_matmul_kernel(a, b, c, out, M: tl.constexpr, N: tl.constexpr):
+    m, n = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    inner = tl.arange(0, N)[:, None]
+    part = tl.dot(tl.load(a + m * N + n), tl.load(b + inner * N + n))
+    tl.store(out + m * N + n, tl.dot(part.to(tl.bfloat16), tl.load(c + inner * N + n)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("arch", ARCHES)
+def test_warps_without_a_part_of_their_own_store_replicas(arch: int, seed: int) -> None:
+    """A tile of 16 rows and 32 columns is four parts; with eight warps, each is computed twice and
+    stored twice on its way to the next product."""
+    a, b, c = (torch.randn(rows, 32, dtype=torch.bfloat16) for rows in (16, 32, 32))
+    out = torch.full((16, 32), NAN)
+    with simulate(arch, seed=seed, races=True) as session:
+        chained_matmul_kernel[(1,)](a, b, c, out, M=16, N=32, num_warps=8)
+    assert "mma.sync" in session.launches[0].ptx
+    # Sums that differ in their last bit may round to the other bfloat16 neighbour.
+    part = (a.double() @ b.double()).to(torch.bfloat16).double()
+    assert relative_error(out, part @ c.double()) <= 2**-9
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("arch", [90, 100])
 def test_matmul_through_host_tensor_descriptors(arch: int, seed: int) -> None:

@@ -30,6 +30,8 @@ class BackwardTasks:
             store directly, more must accumulate.
         queries_per_task: queries of a full tile.
         window: queries per window.
+        bounds: int32 ``[Hkv * windows + 1]``, the first task of each KV head and window, and the
+            end; a by-product that not every backend's builder has (None).
     """
 
     tasks: Tensor
@@ -37,6 +39,7 @@ class BackwardTasks:
     owners: Tensor
     queries_per_task: int
     window: int
+    bounds: Tensor | None = None
 
 
 def queries_per_task(group: int) -> int:
@@ -44,7 +47,9 @@ def queries_per_task(group: int) -> int:
     return max(1, TILE_ROWS // group)
 
 
-def task_capacity(kv_heads: int, edges: int, rows: int, queries: int, per_task: int) -> int:
+def task_capacity(
+    kv_heads: int, edges: int, rows: int, queries: int, per_task: int, window: int = WINDOW
+) -> int:
     """Tasks that can arise, from sizes alone: full tiles and a ragged one per row and window."""
-    windows = -(-queries // WINDOW)
+    windows = -(-queries // window)
     return kv_heads * (edges // per_task + min(edges, rows * windows))

@@ -90,9 +90,8 @@ def _set_up() -> str:
 """
 
 
-def text() -> str:
-    """The kernel's PTX."""
-    return f"""{_set_up()}set_up:
+def _load_and_multiply() -> str:
+    return f"""set_up:
   bar.warp.sync -1;
   barrier.cluster.arrive.aligned;
   barrier.cluster.wait.aligned;
@@ -130,7 +129,11 @@ wait_loaded:
   add.u32 %at, %bars, 8;
   tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 \
 [%at], %both;
-store:
+"""
+
+
+def _store() -> str:
+    return f"""store:
   bar.warp.sync -1;
 wait_multiplied:
   mbarrier.try_wait.parity.shared::cta.b64 %done, [%bars+8], 0;
@@ -154,6 +157,11 @@ finish:
   ret;
 }}
 """
+
+
+def text() -> str:
+    """The kernel's PTX."""
+    return _set_up() + _load_and_multiply() + _store()
 
 
 def launch(ptx: str, a: np.ndarray, b: np.ndarray, **options: Any) -> np.ndarray:

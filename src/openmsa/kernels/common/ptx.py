@@ -13,7 +13,14 @@ from cutlass import Float32, Int32  # noqa: E402
 from cutlass._mlir.dialects import llvm  # noqa: E402
 from cutlass.cutlass_dsl import dsl_user_op  # noqa: E402
 
-__all__ = ["add_f32", "add_f32x4", "arrive_warp", "fence_tmem_after", "fence_tmem_before"]
+__all__ = [
+    "add_f32",
+    "add_f32x4",
+    "add_s32",
+    "arrive_warp",
+    "fence_tmem_after",
+    "fence_tmem_before",
+]
 
 
 def _asm(text: str, operands: list[Any], constraints: str, loc: Any, ip: Any) -> None:
@@ -29,6 +36,14 @@ def add_f32(pointer: Any, value: Any, *, loc: Any = None, ip: Any = None) -> Non
     address = pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
     operands = [address, Float32(value).ir_value(loc=loc, ip=ip)]
     _asm("red.relaxed.gpu.global.add.f32 [$0], $1;", operands, "l,f", loc, ip)
+
+
+@dsl_user_op
+def add_s32(pointer: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """``*pointer += value`` in global memory, atomically."""
+    address = pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    operands = [address, Int32(value).ir_value(loc=loc, ip=ip)]
+    _asm("red.relaxed.gpu.global.add.s32 [$0], $1;", operands, "l,r", loc, ip)
 
 
 @dsl_user_op
@@ -58,8 +73,3 @@ def arrive_warp(barrier: Any) -> None:
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
-
-
-@cute.jit
-def lane_broadcast(value: Int32, lane: Int32) -> Int32:
-    return cute.arch.shuffle_sync(value, lane)

@@ -106,9 +106,9 @@ def _store_block(
 ) -> None:  # fmt: skip
     """dV (0) or dK (1) of a run. In order, a run has one writer: whoever began it adds to the
     result; whoever goes on with it keeps a part of its own, added later in the order of CTAs."""
-    target = c.tensors.dv if which == 0 else c.tensors.dk
-    kv_heads = target.shape[1]
-    first = target.iterator + (Int64(start + lane) * kv_heads + head) * HEAD_DIM
+    result = c.tensors.dv if which == 0 else c.tensors.dk
+    kv_heads = result.shape[1]
+    first = result.iterator + (Int64(start + lane) * kv_heads + head) * HEAD_DIM
     cta = cute.arch.block_idx()[0]
     part = c.tensors.parts.iterator + ((Int64(cta) * 2 + which) * 128 + lane) * HEAD_DIM
     if cutlass.const_expr(c.config.deterministic):
@@ -123,9 +123,11 @@ def _store_block(
                 place = first
                 if owner == 2:
                     place = part
-                old = cute.make_tensor(place + at * _CHUNK, cute.make_layout(_CHUNK))
-                for i in cutlass.range_constexpr(_CHUNK):
-                    old[i] = values[i] + (old[i] if owner == 1 else 0)
+                target = cute.make_tensor(place + at * _CHUNK, cute.make_layout(_CHUNK))
+                if owner == 1:
+                    for i in cutlass.range_constexpr(_CHUNK):
+                        values[i] += target[i]
+                cute.autovec_copy(values, target)
             else:
                 for i in cutlass.range_constexpr(0, _CHUNK, _VECTOR):
                     add_f32x4(
