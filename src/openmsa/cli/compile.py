@@ -14,7 +14,7 @@ from openmsa.cli.options import save_json
 from openmsa.cli.text import Progress, write
 from openmsa.errors import UnsupportedProblem
 from openmsa.kernels.build import Build, Roofline
-from openmsa.kernels.catalogue import MODULES, builds, titles
+from openmsa.kernels.catalogue import MODULES, builds, roofline, titles
 from openmsa.kernels.common.instructions import by_pipe, products, tensor_columns
 
 __all__ = ["add_parser", "run"]
@@ -111,17 +111,17 @@ def _one(title: str, build: Build, folder: Path | None) -> dict[str, Any]:
 
     entry, kept = ahead(build)
     ptx = entry.files["kernel.ptx"].decode()
-    found = products(ptx)
+    cost = roofline(build, products(ptx))
     about = {
         "title": title,
         **entry.about,
         "kept": kept,
         "ptx_lines": len(ptx.splitlines()),
         "cubin_bytes": len(entry.files["kernel.cubin"]),
-        "dynamic_shared": build.shared_bytes,
+        "dynamic_shared": dict(build.facts).get("shared_bytes", 0),
         "tensor_columns": tensor_columns(ptx),
         "instructions": by_pipe(ptx),
-        "roofline": None if build.roofline is None else _as_json(build.roofline(found)),
+        "roofline": None if cost is None else _as_json(cost),
     }
     if folder is not None:
         (folder / f"{title}.ptx").write_text(ptx, encoding="utf-8")
@@ -130,14 +130,14 @@ def _one(title: str, build: Build, folder: Path | None) -> dict[str, Any]:
     return about
 
 
-def _as_json(roofline: Roofline) -> dict[str, Any]:
+def _as_json(cost: Roofline) -> dict[str, Any]:
     return {
-        "unit": roofline.unit,
-        "needed": roofline.needed,
-        "cycles": {pipe: dict(items) for pipe, items in roofline.cycles.items()},
-        "total": {pipe: roofline.total(pipe) for pipe in roofline.cycles},
-        "bytes": dict(roofline.bytes),
-        "bound": roofline.bound,
+        "unit": cost.unit,
+        "needed": cost.needed,
+        "cycles": {pipe: dict(items) for pipe, items in cost.cycles.items()},
+        "total": {pipe: cost.total(pipe) for pipe in cost.cycles},
+        "bytes": dict(cost.bytes),
+        "bound": cost.bound,
     }
 
 
@@ -161,9 +161,7 @@ def _show(result: dict[str, Any], report: bool) -> None:
             ]
         )  # fmt: skip
     write(text.table(header, rows))
-    write(
-        "\nBytes: of a thread's stack, where spilled registers go, and of a thread block's shared"
-    )
+    write("\nIn bytes: a thread's stack, where spilled registers go, and a thread block's shared")
     write("memory, of which static and dynamic together may be 232,448.")
     if report:
         for kernel in result["kernels"]:
@@ -176,16 +174,16 @@ def _show_report(kernel: dict[str, Any], arch: str) -> None:
         [pipe, f"{count:,}"] for pipe, count in kernel["instructions"].items() if count
     ]  # fmt: skip
     write(text.table(["instructions of the PTX", "count"], counts))
-    roofline = kernel["roofline"]
-    if roofline is None:
+    cost = kernel["roofline"]
+    if cost is None:
         return
     rows = []
-    for pipe, items in roofline["cycles"].items():
+    for pipe, items in cost["cycles"].items():
         parts = ", ".join(f"{name} {cycles:,}" for name, cycles in items.items())
-        rows.append(f"  {pipe:<14} {roofline['total'][pipe]:>6,}  {parts}")
-    write(f"\nCycles of a {roofline['unit']} on one SM, each pipe at its peak:\n")
+        rows.append(f"  {pipe:<14} {cost['total'][pipe]:>6,}  {parts}")
+    write(f"\nCycles of a {cost['unit']} on one SM, each pipe at its peak:\n")
     write("\n".join(rows))
-    issued = roofline["total"]["tensor"] / roofline["needed"]
-    write(f"\nTakes longest: {roofline['bound']}. Tensor work: {issued:.2f} of what is needed.")
-    moved = ", ".join(f"{count:,} {name}" for name, count in roofline["bytes"].items())
+    issued = cost["total"]["tensor"] / cost["needed"]
+    write(f"\nTakes longest: {cost['bound']}. Tensor work: {issued:.2f} of what is needed.")
+    moved = ", ".join(f"{count:,} {name}" for name, count in cost["bytes"].items())
     write(f"Bytes of L2: {moved}.")

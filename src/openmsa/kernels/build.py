@@ -17,22 +17,16 @@ class Build:
         name: of the kernel, for reports and files.
         arch: ``"sm_100a"``, say.
         facts: what its code depends on, in a fixed order: plain values, types of PyTorch, or
-            dataclasses of these.
+            dataclasses of these. ``shared_bytes``, where there is one, is the dynamic shared memory
+            that a thread block is launched with, which compiled code does not tell.
         make: called without arguments when the compilation is due; gives the function to compile
             and its arguments but the stream: fake tensors, and numbers of the right type.
-        shared_bytes: dynamic shared memory of a thread block, which a launch asks for and which
-            the compiled code does not tell. For reports.
-        roofline: from the matrix products that the code issues (see
-            :func:`openmsa.kernels.common.instructions.products`) to what they and the rest cost.
-            For reports.
     """
 
     name: str
     arch: str
     facts: tuple[tuple[str, Any], ...]
     make: Callable[[], tuple[Any, tuple[Any, ...]]]
-    shared_bytes: int = 0
-    roofline: Callable[[tuple[Any, ...]], Roofline] | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:

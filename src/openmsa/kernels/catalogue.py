@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from openmsa.errors import UnsupportedProblem
 from openmsa.kernels import require_cute_dsl
-from openmsa.kernels.build import Build
+from openmsa.kernels.build import Build, Roofline
 
-__all__ = ["MODULES", "builds", "titles"]
+__all__ = ["MODULES", "ROOFLINES", "builds", "roofline", "titles"]
 
-MODULES: dict[str, tuple[str, ...]] = {
-    "sm_100a": (),
-    "sm_103a": (),
-    "sm_90a": (),
-}
+_SM100 = "openmsa.kernels.sm100"
+_BACKWARD = tuple(
+    f"{_SM100}.{name}"
+    for name in (
+        "lookup", "backward_preprocess", "task_build", "backward.launch", "backward_postprocess"
+    )
+)  # fmt: skip
+
+MODULES: dict[str, tuple[str, ...]] = {"sm_100a": _BACKWARD, "sm_103a": _BACKWARD, "sm_90a": ()}
 """Architecture -> modules with ``builds(arch)``, in the order of a backward pass. They need the
 DSL, and so are imported by name when they are asked for."""
+
+ROOFLINES = {
+    "backward": f"{_SM100}.backward.roofline",
+    "backward_in_order": f"{_SM100}.backward.roofline",
+}
+"""Kernel -> a module with ``roofline(build, products)``."""
 
 
 def builds(arch: str) -> tuple[Build, ...]:
@@ -36,6 +47,15 @@ def builds(arch: str) -> tuple[Build, ...]:
     return tuple(
         build for module in modules for build in importlib.import_module(module).builds(arch)
     )
+
+
+def roofline(build: Build, products: tuple[Any, ...] = ()) -> Roofline | None:
+    """What a unit of the kernel's work costs, by the matrix products that its code has (see
+    :func:`openmsa.kernels.common.instructions.products`); None for a kernel without a roofline."""
+    if build.name not in ROOFLINES:
+        return None
+    found: Roofline = importlib.import_module(ROOFLINES[build.name]).roofline(build, products)
+    return found
 
 
 def titles(found: tuple[Build, ...]) -> dict[str, Build]:

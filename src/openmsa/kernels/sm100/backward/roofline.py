@@ -34,9 +34,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from openmsa.contract.tasks import TILE_ROWS
-from openmsa.kernels.build import Roofline
+from openmsa.kernels.build import Build, Roofline
 from openmsa.kernels.common.instructions import Product
-from openmsa.kernels.sm100.backward.config import BLOCK, HEAD_DIM, Config, Warps
+from openmsa.kernels.sm100.backward.config import BLOCK, HEAD_DIM, Warps
 
 __all__ = ["issued", "roofline"]
 
@@ -50,7 +50,7 @@ _PRODUCTS = {"S": "SS", "dP": "SS", "dV": "TS", "dK": "TS", "dQ": "SS"}
 """Where the first operand of each product lies."""
 
 
-def roofline(config: Config, arch: str, products: Sequence[Product] = ()) -> Roofline:
+def roofline(build: Build, products: Sequence[Product] = ()) -> Roofline:
     """Cycles and bytes of a tile on one SM; ``products`` are what the code has, as compiled, or
     nothing for the five that it needs."""
     rows, keys, width = TILE_ROWS, BLOCK, HEAD_DIM
@@ -73,8 +73,8 @@ def roofline(config: Config, arch: str, products: Sequence[Product] = ()) -> Roo
         "lse and delta": warps * 2 * (rows // 2) // _VECTOR,
     }
     tensor = sum(2 * p.m * p.n * p.k for p in turn) // FLOP_PER_CYCLE if turn else needed
-    exponentials = rows * keys // EXPONENTIALS_PER_CYCLE[arch]
-    block = keys * width
+    exponentials = rows * keys // EXPONENTIALS_PER_CYCLE[build.arch]
+    block, ordered = keys * width, dict(build.facts)["deterministic"]
     return Roofline(
         unit=f"tile of {rows} rows by {keys} keys",
         needed=needed,
@@ -86,7 +86,7 @@ def roofline(config: Config, arch: str, products: Sequence[Product] = ()) -> Roo
         bytes={
             "read a tile": 2 * tile + 2 * rows * 4,
             "added to a tile": rows * width * 4,
-            "read a run": 2 * block * _WIDTH + (2 * block * 4 if config.deterministic else 0),
+            "read a run": 2 * block * _WIDTH + (2 * block * 4 if ordered else 0),
             "added to a run": 2 * block * 4,
         },
     )
