@@ -18,12 +18,9 @@ from typing import Any
 
 from openmsa.errors import UnavailableError
 from openmsa.kernels import require_cute_dsl
+from openmsa.kernels.launchers import LAUNCHERS
 
 __all__ = ["LAUNCHERS", "KernelLaunchers", "kernels"]
-
-LAUNCHERS: dict[str, str] = {}
-"""Stage -> ``"module:function"`` of each CuTe DSL launcher; a new kernel adds its line here. This
-version ships none yet."""
 
 
 @dataclass(frozen=True, eq=False)

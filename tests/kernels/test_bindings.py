@@ -18,9 +18,14 @@ from openmsa import UnavailableError, bindings
 from openmsa.bindings import LAUNCHERS, KernelLaunchers, kernels
 from openmsa.kernels import MSA_KERNEL_IMPORT_ERROR
 
+SHIPPED = dict(LAUNCHERS)
+
 
 @pytest.fixture(autouse=True)
-def unbound() -> Iterator[None]:
+def unbound(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing bound, and nothing shipped but what a test registers: toolchains are faked here."""
+    for stage in SHIPPED:
+        monkeypatch.delitem(LAUNCHERS, stage)
     kernels.cache_clear()
     yield
     kernels.cache_clear()

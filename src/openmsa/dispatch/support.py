@@ -30,10 +30,12 @@ class Offer:
     Attributes:
         devices: device kinds.
         capabilities: inclusive range of CUDA compute capabilities.
+        exact: the only CUDA compute capabilities, where code runs on no other.
         dtypes: input dtypes.
         head_dims: head dims.
         block_sizes: keys per block.
         groups: query heads per KV head.
+        group_sizes: the only ones, where a range does not say it.
         topks: top-k values.
         deterministic: can it give bitwise repeatable results?
         package: toolchain it needs, ``"triton"`` or ``"cute_dsl"``.
@@ -42,10 +44,12 @@ class Offer:
 
     devices: tuple[str, ...] | None = None
     capabilities: tuple[tuple[int, int], tuple[int, int]] | None = None
+    exact: tuple[tuple[int, int], ...] | None = None
     dtypes: tuple[torch.dtype, ...] = FLOATS
     head_dims: Collection[int] | None = None
     block_sizes: Collection[int] | None = None
     groups: range = range(1, 65)
+    group_sizes: Collection[int] | None = None
     topks: range = range(1, 65)
     deterministic: bool = True
     package: str | None = None
@@ -61,7 +65,7 @@ def support(problem: Problem, offer: Offer, facts: DeviceFacts, tools: Toolchain
             ("dtype", problem.dtype, offer.dtypes),
             ("head_dim", problem.head_dim, offer.head_dims),
             ("block_size", problem.block_size, offer.block_sizes),
-            ("group", problem.group, offer.groups),
+            ("group", problem.group, offer.group_sizes or offer.groups),
             ("topk", problem.topk, offer.topks),
         )
         if offered is not None and needed not in offered
@@ -70,6 +74,10 @@ def support(problem: Problem, offer: Offer, facts: DeviceFacts, tools: Toolchain
         low, high = offer.capabilities
         if facts.capability is None or not low <= facts.capability <= high:
             reasons.append(f"compute capability: needs {facts.capability}, offers {low} to {high}")
+    if offer.exact is not None and facts.kind == "cuda" and facts.capability not in offer.exact:
+        reasons.append(
+            f"compute capability: needs {facts.capability}, offers {_show_all(offer.exact)}"
+        )
     if problem.deterministic and not offer.deterministic:
         reasons.append("deterministic: needs repeatable sums, offers none")
     if offer.package is not None and tools.version(offer.package) is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from openmsa.contract.problem import Problem
 from openmsa.dispatch.support import Offer
+from openmsa.kernels.launchers import LAUNCHERS
 
 __all__ = ["BACKENDS", "ORDER", "STAGES", "TABLE", "Cell", "launcher"]
 
@@ -86,10 +87,42 @@ def _triton(function: str, shared_memory: tuple[int, int] = (0, 0)) -> Cell:
     return Cell(f"openmsa.backends.triton.{function}", offer, RAN, "H200")
 
 
+_SM100 = Offer(
+    devices=("cuda",),
+    exact=((10, 0), (10, 3)),
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dims=(128,),
+    block_sizes=(128,),
+    group_sizes=(8, 16, 32, 64),
+    package="cute_dsl",
+    shared_memory=lambda problem: 232_448,
+)
+
+
+def _sm100(stage: str) -> Cell:
+    """A stage of :data:`openmsa.kernels.launchers.LAUNCHERS`."""
+    return Cell(LAUNCHERS[stage], _SM100, SIMULATED, "10.0, 10.3")
+
+
+def _borrowed(cell: Cell) -> Cell:
+    """Another backend's stage, where the row's own kernels run."""
+    offer = replace(cell.offer, exact=_SM100.exact)
+    return replace(cell, offer=offer, evidence=SIMULATED, where="10.0, by Triton")
+
+
 _NO_CUTE = Cell(reason="this version ships no CuTe DSL kernel for it")
 
 TABLE: dict[str, dict[str, Cell]] = {
-    "cute": dict.fromkeys(sum(STAGES.values(), ()), _NO_CUTE),
+    "cute": {
+        "block_scores": _NO_CUTE,
+        "select_blocks": _NO_CUTE,
+        "key_schedule": _borrowed(_triton("schedule:key_schedule")),
+        "forward": _borrowed(_triton("forward:forward", (40_960, 81_928))),
+        "backward_preprocess": _sm100("backward_preprocess"),
+        "task_build": _sm100("task_build"),
+        "backward": _sm100("backward"),
+        "backward_postprocess": _sm100("backward_postprocess"),
+    },
     "triton": {
         "block_scores": Cell(fused="select_blocks"),
         "select_blocks": _triton("selection:select_blocks", (33_792, 67_584)),

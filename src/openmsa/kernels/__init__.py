@@ -2,8 +2,8 @@
 
 ``require_cute_dsl`` gates the toolchain: every kernel module calls it before its first DSL import,
 so that a host without the DSL meets :class:`~openmsa.errors.UnavailableError` rather than a bare
-``ModuleNotFoundError``. ``require_sm100`` gates the device: a launcher calls it before it compiles
-or launches anything.
+``ModuleNotFoundError``. ``require_sm100`` and ``require_sm103`` gate the device: ask before
+compiling or launching anything.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ __all__ = [
     "MSA_KERNEL_IMPORT_ERROR",
     "require_cute_dsl",
     "require_sm100",
+    "require_sm103",
     "sm_capability",
     "sm_count",
 ]
@@ -30,7 +31,7 @@ MSA_KERNEL_IMPORT_ERROR = (
 """What a host without the CuTe toolchain is told."""
 
 _TOOLCHAIN = ("cutlass", "cuda.bindings.driver")
-_SM100 = (10, 0)
+_SM100, _SM103 = (10, 0), (10, 3)
 _INSTEAD = (
     'use backend="auto", or name "triton", "cpu" or "reference" (openmsa info lists what runs here)'
 )
@@ -68,15 +69,34 @@ def require_sm100(device: torch.device) -> None:
         UnsupportedProblem: (a ``NotImplementedError``) the compute capability is not exactly 10.0,
             or there is none.
     """
+    _require(device, _SM100)
+
+
+def require_sm103(device: torch.device) -> None:
+    """Refuse any device that the SM103 builds of the SM100 kernels do not run on.
+
+    The same kernels, compiled for another target: code for ``sm_100a`` runs on 10.0 alone.
+
+    Args:
+        device: the device the caller is about to run on.
+
+    Raises:
+        UnsupportedProblem: (a ``NotImplementedError``) the compute capability is not exactly 10.3,
+            or there is none.
+    """
+    _require(device, _SM103)
+
+
+def _require(device: torch.device, wanted: tuple[int, int]) -> None:
     has = "no CUDA capability"
     if device.type == "cuda":
         found = sm_capability(device)
-        if found == _SM100:
+        if found == wanted:
             return
         has = f"compute capability {found[0]}.{found[1]}"
     raise UnsupportedProblem(
-        f"the SM100 kernels need compute capability {_SM100[0]}.{_SM100[1]}, but {device} has "
-        f"{has}; {_INSTEAD}"
+        f"the SM{wanted[0]}{wanted[1]} kernels need compute capability {wanted[0]}.{wanted[1]}, "
+        f"but {device} has {has}; {_INSTEAD}"
     )
 
 

@@ -14,7 +14,9 @@ def aligned(x: Tensor) -> Tensor:
     apart, rows that overlap, or an address or stride that is no multiple of 16 bytes."""
     item = x.element_size()
     steps = [
-        stride * item for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1
+        stride * item
+        for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+        if size > 1
     ]
     fits = x.stride(-1) == 1 and x.data_ptr() % _BYTES == 0
     if fits and all(step > 0 and step % _BYTES == 0 for step in steps):

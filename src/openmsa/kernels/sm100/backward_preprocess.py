@@ -1,7 +1,8 @@
 """``delta = sum_d out * d_out - d_lse``, the row term of the softmax gradient.
 
-From ``out = sum_j P_j v_j`` follows ``sum_j P_j dP_j = out . d_out`` with ``dP_j = v_j . d_out``, and
-``d lse / d s_j = P_j``; so ``dS_j = P_j (dP_j - delta)`` takes a gradient of lse along for nothing.
+From ``out = sum_j P_j v_j`` follows ``sum_j P_j dP_j = out . d_out`` with ``dP_j = v_j . d_out``,
+and ``d lse / d s_j = P_j``; so ``dS_j = P_j (dP_j - delta)`` takes a gradient of lse along for
+nothing.
 """
 
 from __future__ import annotations

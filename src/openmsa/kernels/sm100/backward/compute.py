@@ -5,8 +5,8 @@ A thread has one key and the 64 rows of its warpgroup's half of the tile::
     P  = exp2(scale * log2(e) * S - lse * log2(e))
     dS = P * (scale * dP - scale * delta)
 
-in fp32, each rounded once to 16 bits. A key that a row does not see has P = dS = 0 by selection, not
-by multiplication: what lies behind such a key may be anything.
+in fp32, each rounded once to 16 bits. A key that a row does not see has P = dS = 0 by selection,
+not by multiplication: what lies behind such a key may be anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any  # noqa: E402
 import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 from cutlass import Float32, Int32  # noqa: E402
-from cutlass.cute.nvgpu import tcgen05  # noqa: E402
 
 from openmsa.kernels.common.ptx import arrive_warp, fence_tmem_after, fence_tmem_before  # noqa: E402
 from openmsa.kernels.sm100.backward.config import (  # noqa: E402
@@ -76,7 +75,7 @@ def _probabilities(
     scores = load(chunk(c.tensor_memory + (COLUMN_S + first), _CHUNK), key)
     for i in cutlass.range_constexpr(_CHUNK):
         lse = c.floats[stage, 0, first + i]
-        p[i] = cute.arch.exp2(scores[i] * c.numbers.scale_log2 - lse)
+        p[i] = cute.math.exp2(scores[i] * c.numbers.scale_log2 - lse, fastmath=True)
     if masked != 0:
         for i in cutlass.range_constexpr(_CHUNK):
             if key > c.ints[stage, c.limit_at((first + i) // c.config.group)]:

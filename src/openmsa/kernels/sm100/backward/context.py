@@ -1,4 +1,4 @@
-"""What the roles of the backward kernel share: arguments, memory, and the tiles of a thread block."""
+"""What the roles of the backward kernel share: arguments, memory, and a thread block's tiles."""
 
 from __future__ import annotations
 

@@ -112,13 +112,21 @@ class Backward:
     def _block(self, maps: Any, tensors: Any, numbers: Any, begin: Int32, end: Int32) -> None:
         shared = utils.SmemAllocator()
         tiles = [
-            shared.allocate_array(self.dtype, count * TILE_ROWS * HEAD_DIM, byte_alignment=_ALIGNMENT)
+            shared.allocate_array(
+                self.dtype, count * TILE_ROWS * HEAD_DIM, byte_alignment=_ALIGNMENT
+            )
             for count in (1, 1, STAGES, STAGES, 1)
         ]
         barriers = shared.allocate_array(Int64, int(Barrier.COUNT))
-        floats = shared.allocate_tensor(Float32, cute.make_layout((STAGES, 2, TILE_ROWS), stride=(2 * TILE_ROWS, TILE_ROWS, 1)), byte_alignment=16)
+        floats = shared.allocate_tensor(
+            Float32,
+            cute.make_layout((STAGES, 2, TILE_ROWS), stride=(2 * TILE_ROWS, TILE_ROWS, 1)),
+            byte_alignment=16,
+        )
         words = self.config.scalar_words - 2 * TILE_ROWS
-        ints = shared.allocate_tensor(Int32, cute.make_layout((STAGES, words), stride=(words, 1)), byte_alignment=16)
+        ints = shared.allocate_tensor(
+            Int32, cute.make_layout((STAGES, words), stride=(words, 1)), byte_alignment=16
+        )
         holder = shared.allocate_array(Int32, 1)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == Warps.MMA:
@@ -158,14 +166,14 @@ class Backward:
                 mma.run(c, self._operands(k, v, q, d_out, ds))
             elif warp == Warps.LOAD:
                 rows, block = self._rows_layout(), self._block_layout()
-                load.run(c, maps, _view(q, rows), _view(d_out, rows), _view(k, block), _view(v, block))
+                load.run(
+                    c, maps, _view(q, rows), _view(d_out, rows), _view(k, block), _view(v, block)
+                )
             elif warp == Warps.SCALARS:
                 scalars.run(c)
 
     def _operands(self, k: Any, v: Any, q: Any, d_out: Any, ds: Any) -> Operands:
-        scores, sums, parts = (
-            form(self.dtype) for form in (forms.scores, forms.sums, forms.parts)
-        )
+        scores, sums, parts = (form(self.dtype) for form in (forms.scores, forms.sums, forms.parts))
 
         def a(form: Any, tile: Any) -> Any:
             layout = sm100_utils.make_smem_layout_a(form, _TILE, self.dtype, 1)
@@ -197,4 +205,6 @@ def _arrivals(which: int) -> int:
 
 def _view(pointer: Any, layout: Any) -> cute.Tensor:
     """A tile of shared memory under a swizzled layout."""
-    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=pointer.dtype), layout.outer)
+    return cute.make_tensor(
+        cute.recast_ptr(pointer, layout.inner, dtype=pointer.dtype), layout.outer
+    )

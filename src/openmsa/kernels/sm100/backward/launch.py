@@ -16,7 +16,6 @@ from torch import Tensor  # noqa: E402
 from openmsa.contract.layout import Layout  # noqa: E402
 from openmsa.contract.problem import AttentionConfig, Saved  # noqa: E402
 from openmsa.contract.tasks import BackwardTasks  # noqa: E402
-from openmsa.kernels import sm_count  # noqa: E402
 from openmsa.kernels.common.compile import ANY, Build, fake, function  # noqa: E402
 from openmsa.kernels.common.tensors import aligned  # noqa: E402
 from openmsa.kernels.schedule import grid_launch_bound  # noqa: E402
@@ -24,7 +23,7 @@ from openmsa.kernels.sm100.backward import ordered  # noqa: E402
 from openmsa.kernels.sm100.backward.config import BLOCK, HEAD_DIM, Config  # noqa: E402
 from openmsa.kernels.sm100.backward.context import Numbers, Tensors  # noqa: E402
 from openmsa.kernels.sm100.backward.kernel import Backward  # noqa: E402
-from openmsa.kernels.sm100.device import arch_of  # noqa: E402
+from openmsa.kernels.sm100.device import arch_of, sm_count_of  # noqa: E402
 from openmsa.kernels.sm100.lookup import lookup  # noqa: E402
 
 __all__ = ["backward", "builds"]
@@ -75,7 +74,7 @@ class _Run:
         self.arch = arch_of(q.device)
         self.main = function(_build(self.arch, facts))
         self.scale = scale
-        self.num_sms = sm_count(q.device)
+        self.num_sms = sm_count_of(q.device)
 
     def __call__(
         self, tensors: Tensors, grid: int, window: int = 0, windows: int = 1, first: int = 0

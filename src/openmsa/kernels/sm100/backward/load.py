@@ -80,7 +80,14 @@ def _partition(atom: Any, shared: Any, at: Any, box: Any) -> Any:
 
 @cute.jit
 def _rows(
-    c: Context, atom: Any, source: Any, target: Any, full: Any, query: Int32, head: Int32, stage: Any
+    c: Context,
+    atom: Any,
+    source: Any,
+    target: Any,
+    full: Any,
+    query: Int32,
+    head: Int32,
+    stage: Any,
 ) -> None:
     barrier = c.barrier(full, stage)
     with cute.arch.elect_one():

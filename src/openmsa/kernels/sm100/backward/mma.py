@@ -55,7 +55,7 @@ def run(c: Context, o: Operands) -> None:
     c.wait(Barrier.V_FULL, 0)
     _d_probabilities(c, o, Int32(0), closes)
     for tile in cutlass.range(c.end - c.begin, unroll=1):
-        stage, used = c.stage(tile)
+        stage = c.stage(tile)[0]
         more = tile + 1 < c.end - c.begin
         next_opens, next_closes = Int32(0), Int32(0)
         if more:

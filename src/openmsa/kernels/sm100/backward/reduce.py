@@ -75,9 +75,7 @@ def run(c: Context) -> None:
 
 
 @cute.jit
-def _add_query(
-    c: Context, halves: Any, stage: Any, slot: Any, head: Int32, lane: Int32
-) -> None:
+def _add_query(c: Context, halves: Any, stage: Any, slot: Any, head: Int32, lane: Int32) -> None:
     """One query's part of dq: its rows of the tile are the heads of the group."""
     group = c.config.group
     query = c.ints[stage, c.query_at(slot)]
@@ -130,6 +128,4 @@ def _store_block(
                 cute.autovec_copy(values, target)
             else:
                 for i in cutlass.range_constexpr(0, _CHUNK, _VECTOR):
-                    add_f32x4(
-                        first + (at * _CHUNK + i), [values[i + j] for j in range(_VECTOR)]
-                    )
+                    add_f32x4(first + (at * _CHUNK + i), [values[i + j] for j in range(_VECTOR)])

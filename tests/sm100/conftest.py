@@ -1,0 +1,43 @@
+"""The SM100 kernels' compiled PTX, executed on a CPU by the simulator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed: no kernel to simulate")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed: no kernel to simulate")
+
+from openmsa.kernels.common import compile as compiling
+from openmsa.kernels.sm100 import device
+from ptxsim.launchers import cute
+
+FULL = os.environ.get("PTXSIM_FULL") == "1"
+full = pytest.mark.skipif(not FULL, reason="slow: PTXSIM_FULL=1 runs it (make sim)")
+
+
+@pytest.fixture(scope="session")
+def session() -> Iterator[SimpleNamespace]:
+    """One session, so that a kernel is compiled once; ``options`` are the next launches'."""
+    state = SimpleNamespace(options={}, launches=[])
+
+    def run(launch: cute.Launch, known: Any) -> None:
+        state.launches.append(launch)
+        cute.run_launch(launch, known, **state.options)
+
+    compiling.cache_clear()
+    with cute.simulate("sm_100a", run=run):
+        yield state
+    compiling.cache_clear()
+
+
+@pytest.fixture
+def simulated(session: SimpleNamespace) -> Iterator[SimpleNamespace]:
+    """Launches go to the simulator, for a small device; races are looked for where asked."""
+    session.options, session.launches = {}, []
+    with device.assume("sm_100a", num_sms=4):
+        yield session

@@ -1,0 +1,163 @@
+"""The whole backward, simulated from the PTX that ships, against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from openmsa.testing import assert_ok, attention_truth, poisoned_memory
+
+from .conftest import full
+from .problems import BLOCK, problem, with_inputs
+
+
+def gradients(found, *, deterministic=False, window=512, d_out=None):
+    """The four stages, as the pipeline calls them, on memory full of NaN."""
+    from openmsa.kernels.sm100 import backward_postprocess, backward_preprocess, task_build
+    from openmsa.kernels.sm100.backward import launch
+
+    saved, inputs, layout = found.saved(), found.inputs, found.docs.layout
+    d_out = inputs.d_out if d_out is None else d_out
+    with poisoned_memory():
+        delta = backward_preprocess.backward_preprocess(saved.out, d_out, saved.lse, inputs.d_lse)
+        tasks = task_build.task_build(saved.schedule, found.group, layout.num_queries, window)
+        sums = launch.backward(
+            d_out, delta, saved, tasks, layout, found.config(deterministic), (True, True)
+        )
+        rounded = backward_postprocess.backward_postprocess(*sums, inputs.q.dtype)
+    return SimpleNamespace(dq=rounded[0], dk=rounded[1], dv=rounded[2], sums=sums)
+
+
+def check(found, result):
+    for name in ("dq", "dk", "dv"):
+        assert_ok(found.truth.quantities[name].compare(getattr(result, name)))
+    for name, zero in found.truth.must_be_zero().items():
+        if hasattr(result, name):
+            assert not bool(getattr(result, name)[zero].any()), name
+
+
+def relative(found, result):
+    """L2 error of dq, dk and dv, relative to the truth's norm, of the fp32 sums."""
+    errors = {}
+    for name, value in zip(("dq", "dk", "dv"), result.sums, strict=True):
+        exact = found.truth.quantities[name].exact
+        errors[name] = float((value.double() - exact).norm() / exact.norm())
+    return errors
+
+
+def test_packed_ragged_and_one_token_documents(simulated):
+    found = problem([127, 129, 1, 2, 3, 5, 128])
+    result = gradients(found)
+    check(found, result)
+    assert max(relative(found, result).values()) < 0.007 / 2
+    assert any("tcgen05.mma" in launch.ptx for launch in simulated.launches)
+
+
+def test_sixteen_of_seventeen_blocks_and_rows_that_read_nothing(simulated):
+    """The last queries of a long document; some of another's read nothing, nor is a key read."""
+    found = problem([9, 5], keys=[BLOCK * 17 + 1, 5])
+    assert (found.indices[0, 8] >= 0).sum() == 16
+    found.indices[:, 10:12] = -1
+    found = dataclasses.replace(
+        found, truth=attention_truth(found.inputs, found.indices, found.docs, BLOCK)
+    )
+    simulated.options = {"seed": 1}
+    result = gradients(found)
+    check(found, result)
+    assert not bool(result.dq[10:12].any())
+    # Sixteen parts of dq, which round sixteen times where a sum is kept in 16 bits.
+    assert relative(found, result)["dq"] < 0.007 / 2
+
+
+@pytest.mark.parametrize(
+    ("group", "dtype", "seed"), [(8, torch.float16, 2), (64, torch.bfloat16, 3)], ids=str
+)
+def test_other_groups_and_half_precision(simulated, group, dtype, seed):
+    found = problem([30, 3], group=group, dtype=dtype, kv_heads=2)
+    simulated.options = {"seed": seed}
+    check(found, gradients(found))
+
+
+def test_no_race_whatever_the_schedule(simulated):
+    found = problem([20, 131], topk=2)
+    simulated.options = {"seed": 4, "races": True}
+    check(found, gradients(found))
+
+
+def test_sums_in_order_are_equal_to_the_bit_under_five_schedules(simulated):
+    """Three windows, runs that go on in another thread block, and a document within a block."""
+    found = problem([76, 20], topk=2)
+    results = []
+    for seed in range(5):
+        simulated.options = {"seed": seed}
+        results.append(gradients(found, deterministic=True, window=32))
+    check(found, results[0])
+    for other in results[1:]:
+        for first, again in zip(results[0].sums, other.sums, strict=True):
+            assert torch.equal(first, again)
+
+
+def test_strided_and_expanded_inputs(simulated):
+    found = problem([40], kv_heads=2, group=8)
+    q, k = found.inputs.q, found.inputs.k
+    wide = torch.full((40, 20, 128), float("nan"), dtype=q.dtype)
+    wide[:, 2:18] = q
+    turned = k.transpose(0, 1).contiguous().transpose(0, 1)
+    plain = gradients(found)
+    other = gradients(with_inputs(found, q=wide[:, 2:18], k=turned))
+    for first, again in zip(plain.sums, other.sums, strict=True):
+        torch.testing.assert_close(first, again, rtol=1e-5, atol=1e-5)
+
+
+def test_what_lies_behind_a_key_that_a_row_does_not_see_may_be_anything(simulated):
+    """The next document's keys follow a short block in memory, and its values, too."""
+    found = problem([5, 9], group=64)
+    inputs = found.inputs
+    k, v = inputs.k.clone(), inputs.v.clone()
+    k[5:], v[5:] = float("nan"), float("inf")
+    result = gradients(with_inputs(found, k=k, v=v))
+    for name, rows in (("dq", 5), ("dk", 5), ("dv", 5)):
+        value = getattr(result, name)[:rows]
+        assert bool(value.isfinite().all()), name
+
+
+def test_a_document_of_nothing_and_a_selection_of_nothing(simulated):
+    found = problem([3, 0], topk=1)
+    nothing = dataclasses.replace(found, indices=torch.full_like(found.indices, -1))
+    for value in gradients(nothing).sums:
+        assert not bool(value.any())
+    empty = problem([0], topk=1)
+    assert [tuple(x.shape) for x in gradients(empty).sums] == [
+        (0, 16, 128),
+        (0, 1, 128),
+        (0, 1, 128),
+    ]
+
+
+@full
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_one_document_of_256_tokens_and_four_heads(simulated, seed):
+    """The problem that the other implementation's kernel is simulated on (tests/ptxsim)."""
+    found = problem([256], kv_heads=4)
+    simulated.options = {"seed": seed}
+    result = gradients(found)
+    check(found, result)
+    assert max(relative(found, result).values()) < 0.007 / 2
+
+
+@full
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_packed_with_four_heads(simulated, deterministic):
+    found = problem([127, 129, 1, 2, 3, 5, 128], kv_heads=4)
+    simulated.options = {"seed": 5, "processes": 2}
+    check(found, gradients(found, deterministic=deterministic))
+
+
+@full
+def test_all_queries_of_a_document_longer_than_top_k(simulated):
+    found = problem([BLOCK * 3 + 7], topk=2, kv_heads=2)
+    simulated.options = {"seed": 6, "races": True, "processes": 2}
+    check(found, gradients(found))
