@@ -35,6 +35,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv(env.CACHE, raising=False)
     monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.setattr(cache, "_off", 0)
     (tmp_path / "home").mkdir()
     return tmp_path / "home" / ".cache" / "openmsa" / "kernels"
 

@@ -29,11 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(what: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
     source = str(Path(openmsa.__file__).parents[1])
+    # A simulator in this process sets variables of the DSL.
+    outside = {k: v for k, v in os.environ.items() if not k.startswith("CUTE_DSL_")}
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), what],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         cwd=folder.parent,
-        env={**os.environ, "PYTHONPATH": source, "OPENMSA_CACHE": str(folder), **environment},
+        env={**outside, "PYTHONPATH": source, "OPENMSA_CACHE": str(folder), **environment},
     )  # fmt: skip
 
 
