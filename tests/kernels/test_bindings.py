@@ -34,7 +34,7 @@ def unbound(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def dsl(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with the CuTe DSL."""
-    for name in ("cutlass", "cuda", "cuda.bindings", "cuda.bindings.driver"):
+    for name in ("cutlass", "cuda", "cuda.bindings", "cuda.bindings.driver", "tvm_ffi"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
 
 

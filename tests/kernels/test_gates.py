@@ -266,7 +266,7 @@ def test_a_missing_toolchain_is_named_with_its_remedy() -> None:
 
 @pytest.fixture
 def fake_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("cutlass", "cuda", "cuda.bindings", "cuda.bindings.driver"):
+    for name in ("cutlass", "cuda", "cuda.bindings", "cuda.bindings.driver", "tvm_ffi"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
 
 

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed: no kernel to simulate")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed: no kernel to simulate")
 
+from openmsa.kernels.common import cache
 from openmsa.kernels.common import compile as compiling
 from openmsa.kernels.sm100 import device
 from ptxsim.launchers import cute
@@ -39,5 +40,6 @@ def session() -> Iterator[SimpleNamespace]:
 def simulated(session: SimpleNamespace) -> Iterator[SimpleNamespace]:
     """Launches go to the simulator, for a small device; races are looked for where asked."""
     session.options, session.launches = {}, []
-    with device.assume("sm_100a", num_sms=4):
+    # What lies on the disk has no PTX that the session knows.
+    with device.assume("sm_100a", num_sms=4), cache.disabled():
         yield session

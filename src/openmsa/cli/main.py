@@ -23,6 +23,7 @@ COMMANDS = {
     "run": "one packed training step on real document shapes, checked against float64",
     "verify": "check a backend's results and gradients against the float64 oracle",
     "bench": "time stages against dense attention",
+    "compile": "compile the kernels ahead of time, and report what they take",
 }
 """Subcommands in the order of the help; each is the module of that name."""
 

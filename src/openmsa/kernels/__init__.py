@@ -25,12 +25,12 @@ __all__ = [
 ]
 
 MSA_KERNEL_IMPORT_ERROR = (
-    "openmsa's CuTe DSL kernels need nvidia-cutlass-dsl==4.6.2 and cuda-bindings, whose wheels "
-    'exist for Linux only. Install them with: pip install "openmsa[cute]"'
+    "openmsa's CuTe DSL kernels need nvidia-cutlass-dsl==4.6.2, cuda-bindings and apache-tvm-ffi, "
+    'whose wheels exist for Linux only. Install them with: pip install "openmsa[cute]"'
 )
 """What a host without the CuTe toolchain is told."""
 
-_TOOLCHAIN = ("cutlass", "cuda.bindings.driver")
+_TOOLCHAIN = ("cutlass", "cuda.bindings.driver", "tvm_ffi")
 _SM100, _SM103 = (10, 0), (10, 3)
 _INSTEAD = (
     'use backend="auto", or name "triton", "cpu" or "reference" (openmsa info lists what runs here)'
