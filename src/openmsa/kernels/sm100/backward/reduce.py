@@ -57,12 +57,7 @@ def run(c: Context) -> None:
             owner = opens
         c.wait(Barrier.DQ_FULL, tile)
         fence_tmem_after()
-        # All of it before any of it is added: the next tile's dP waits for these columns.
-        halves = [load(chunk(c.tensor_memory + (COLUMN_DP + at), _HALF), lane) for at in (0, _HALF)]
-        fence_tmem_before()
-        arrive_warp(c.barrier(Barrier.DQ_EMPTY))
-        for slot in cutlass.range_constexpr(c.config.queries):
-            _add_query(c, halves, stage, slot, head, lane)
+        _add_tile(c, stage, head, lane)
         arrive_warp(c.barrier(Barrier.SCALARS_EMPTY, stage))
         if closes != 0:
             c.wait(Barrier.SUMS_FULL, runs)
@@ -72,6 +67,24 @@ def run(c: Context) -> None:
             _store_block(c, COLUMN_DK, 1, head, start, keys, owner, lane)
             fence_tmem_before()
             arrive_warp(c.barrier(Barrier.SUMS_EMPTY))
+
+
+@cute.jit
+def _add_tile(c: Context, stage: Any, head: Int32, lane: Int32) -> None:
+    """dQ of a tile. All of it is read before any of it is added, as the next tile's dP waits for
+    these columns; in order, where registers are short, half of it."""
+    queries = c.config.queries
+    halves: list[Any] = []
+    for half in cutlass.range_constexpr(2):
+        halves.append(load(chunk(c.tensor_memory + (COLUMN_DP + half * _HALF), _HALF), lane))
+        if cutlass.const_expr(half == 1):
+            fence_tmem_before()
+            arrive_warp(c.barrier(Barrier.DQ_EMPTY))
+        elif cutlass.const_expr(c.config.deterministic):
+            for slot in cutlass.range_constexpr(queries // 2):
+                _add_query(c, halves, stage, slot, head, lane)
+    for slot in cutlass.range_constexpr(queries // 2 if c.config.deterministic else 0, queries):
+        _add_query(c, halves, stage, slot, head, lane)
 
 
 @cute.jit
