@@ -133,8 +133,9 @@ def measure(
         step = build(setup)
         before = from_here(setup.device)
         times = [timed(step, setup.device) for _ in range(repeats + 1)]
-    except RuntimeError as error:
-        if "memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        told = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not (told or "can't allocate memory" in str(error)):
             raise
         wanted = next((x for x in str(error).split(". ") if "allocate" in x), "")
         return {"error": f"out of memory. {wanted.split(':')[-1].strip()[:80]}"}
