@@ -3,7 +3,8 @@
 #   make test   sets up .venv and runs lint, types and tests
 #   make sim           runs the simulator's slow corpus: other people's Blackwell and Hopper kernels
 #   make example       fine-tunes a tiny MiniMax-M3 of Transformers, twice, and compares the losses
-#   make integrations  tests the integrations with the oldest and the newest supported frameworks
+#   make integrations  tests the integrations with the oldest and the newest supported Transformers,
+#                      and with NeMo AutoModel
 # A python3 that already has torch (a GPU machine, say) is reused instead of downloading another one.
 
 PYTHON ?= python3
@@ -13,7 +14,8 @@ VENV   := .venv
 export OMP_WAIT_POLICY ?= PASSIVE
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test lint types pytest sim example integrations clean
+.PHONY: help demo test lint types pytest sim example integrations integrations-transformers \
+  integrations-automodel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -54,7 +56,9 @@ example: $(VENV)/.example
 	$(BIN)/python examples/finetune_m3_tiny.py --plot out/example.png
 
 # Environments of their own: what a framework pins is its own affair.
-integrations:
+integrations: integrations-transformers integrations-automodel
+
+integrations-transformers:
 	@for version in '==5.17.*' '>=5.17'; do \
 	  environment=.venv-transformers-$$(echo "$$version" | tr -dc '0-9.=' | tr '=' '-'); \
 	  echo "transformers $$version in $$environment"; \
@@ -64,6 +68,14 @@ integrations:
 	    "transformers$$version" 'accelerate>=1.1' && \
 	  $$environment/bin/python -m pytest -q tests/integrations || exit 1; \
 	done
+
+# AutoModel wants Python 3.11 or later, and brings 3 GB with it.
+integrations-automodel:
+	@environment=.venv-automodel; echo "nemo-automodel 0.7 in $$environment"; \
+	  test -x $$environment/bin/python || $(PYTHON) -m venv $$environment || exit 1; \
+	  $$environment/bin/python -m pip install --quiet "$(TORCH)" && \
+	  $$environment/bin/python -m pip install --quiet --editable '.[automodel]' pytest && \
+	  $$environment/bin/python -m pytest -q tests/integrations/test_automodel*.py
 
 sim: $(VENV)/.dev
 	PTXSIM_FULL=1 $(BIN)/python -m pytest -rs tests/ptxsim tests/triton_stages/test_simulated.py

@@ -26,7 +26,9 @@ def test_help():
     assert "--no-cases" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["compiled.py", "cold_start.py"])
+@pytest.mark.parametrize(
+    "name", ["compiled.py", "cold_start.py", "transformers_m3.py", "automodel_m3.py"]
+)
 def test_the_other_scripts_start(name):
     command = [sys.executable, str(ROOT / "benchmarks" / name), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
@@ -58,3 +60,32 @@ def test_a_small_run(tmp_path):
     assert ("random", "forward") in names
     assert ("dense", "backward") in names
     assert all(row["milliseconds"] > 0 for row in found["rows"])
+
+
+STEPS = """
+import sys
+sys.path.insert(0, {folder!r})
+import torch
+from steps import main
+
+def build(setup):
+    if setup.path == "absent":
+        raise ImportError("no such framework")
+    rows = setup.tokens if setup.path == "linear" else 2**40
+    return lambda: torch.zeros(rows, 2**10).sum()
+
+sys.exit(main("A script.", ("linear", "quadratic", "absent"), build))
+"""
+
+
+def test_a_path_that_runs_out_of_memory_is_a_line_of_the_table(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(STEPS.format(folder=str(ROOT / "benchmarks")))
+    command = [sys.executable, str(script), "--tokens", "1000", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    linear, quadratic, absent = (line.split() for line in done.stdout.splitlines()[-3:])
+    assert linear[:2] == ["1000", "linear"]
+    assert all(float(x) >= 0 for x in linear[2:])
+    assert "out of memory" in " ".join(quadratic)
+    assert "ImportError: no such framework" in " ".join(absent)
