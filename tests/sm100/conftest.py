@@ -17,13 +17,17 @@ from openmsa.kernels.common import compile as compiling
 from openmsa.kernels.sm100 import device
 from ptxsim.launchers import cute
 
+ARCH = os.environ.get("PTXSIM_ARCH", "sm_100a")
+"""The target of this process: the DSL has one."""
+
 FULL = os.environ.get("PTXSIM_FULL") == "1"
 full = pytest.mark.skipif(not FULL, reason="slow: PTXSIM_FULL=1 runs it (make sim)")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def session() -> Iterator[SimpleNamespace]:
-    """One session, so that a kernel is compiled once; ``options`` are the next launches'."""
+    """One session a file, so that a kernel is compiled once there; `options` are the next launches'.
+    It does not outlive the file: within it PyTorch believes in a GPU."""
     state = SimpleNamespace(options={}, launches=[])
 
     def run(launch: cute.Launch, known: Any) -> None:
@@ -31,7 +35,7 @@ def session() -> Iterator[SimpleNamespace]:
         cute.run_launch(launch, known, **state.options)
 
     compiling.cache_clear()
-    with cute.simulate("sm_100a", run=run):
+    with cute.simulate(ARCH, run=run):
         yield state
     compiling.cache_clear()
 
@@ -41,5 +45,5 @@ def simulated(session: SimpleNamespace) -> Iterator[SimpleNamespace]:
     """Launches go to the simulator, for a small device; races are looked for where asked."""
     session.options, session.launches = {}, []
     # What lies on the disk has no PTX that the session knows.
-    with device.assume("sm_100a", num_sms=4), cache.disabled():
+    with device.assume(ARCH, num_sms=4), cache.disabled():
         yield session

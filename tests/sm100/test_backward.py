@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 
 from openmsa.testing import assert_ok, attention_truth, poisoned_memory
 
-from .conftest import full
+from .conftest import ARCH, full
 from .problems import BLOCK, problem, with_inputs
 
 
@@ -85,6 +88,21 @@ def test_no_race_whatever_the_schedule(simulated):
     found = problem([20, 131], topk=2)
     simulated.options = {"seed": 4, "races": True}
     check(found, gradients(found))
+    assert all(f".target {ARCH}" in launch.ptx for launch in simulated.launches)
+
+
+@pytest.mark.skipif(ARCH != "sm_100a", reason="this is what the other process runs")
+def test_the_other_target():
+    """The same for sm_103a, in a process of its own."""
+    chosen = f"{__file__}::test_no_race_whatever_the_schedule"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", chosen],
+        env={**os.environ, "PTXSIM_ARCH": "sm_103a"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
 
 
 def test_sums_in_order_are_equal_to_the_bit_under_five_schedules(simulated):

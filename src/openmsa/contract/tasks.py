@@ -48,8 +48,8 @@ def queries_per_task(group: int) -> int:
 
 
 def task_capacity(
-    kv_heads: int, edges: int, rows: int, queries: int, per_task: int, window: int = WINDOW
+    kv_heads: int, edges: int, rows: int, queries: int, per_task: int, window: int | None = None
 ) -> int:
     """Tasks that can arise, from sizes alone: full tiles and a ragged one per row and window."""
-    windows = -(-queries // window)
+    windows = -(-queries // (window or WINDOW))
     return kv_heads * (edges // per_task + min(edges, rows * windows))

@@ -104,10 +104,10 @@ def _sm100(stage: str) -> Cell:
     return Cell(LAUNCHERS[stage], _SM100, SIMULATED, "10.0, 10.3")
 
 
-def _borrowed(cell: Cell) -> Cell:
-    """Another backend's stage, where the row's own kernels run."""
+def _borrowed(cell: Cell, evidence: str) -> Cell:
+    """A stage of Triton's, where the row's own kernels run."""
     offer = replace(cell.offer, exact=_SM100.exact)
-    return replace(cell, offer=offer, evidence=SIMULATED, where="10.0, by Triton")
+    return replace(cell, offer=offer, evidence=evidence, where="10.0, by Triton")
 
 
 _NO_CUTE = Cell(reason="this version ships no CuTe DSL kernel for it")
@@ -116,8 +116,8 @@ TABLE: dict[str, dict[str, Cell]] = {
     "cute": {
         "block_scores": _NO_CUTE,
         "select_blocks": _NO_CUTE,
-        "key_schedule": _borrowed(_triton("schedule:key_schedule")),
-        "forward": _borrowed(_triton("forward:forward", (40_960, 81_928))),
+        "key_schedule": _borrowed(_triton("schedule:key_schedule"), COMPILED),
+        "forward": _borrowed(_triton("forward:forward", (40_960, 81_928)), SIMULATED),
         "backward_preprocess": _sm100("backward_preprocess"),
         "task_build": _sm100("task_build"),
         "backward": _sm100("backward"),

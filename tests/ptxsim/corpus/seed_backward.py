@@ -1,7 +1,7 @@
 """The seed's backward (nemo-automodel's msa_* SM100 kernels) on packed documents, against float64.
 
-64 query heads, 4 key heads, width 128, every causal key block selected; with `--readers` by the last
-so many queries of each document only.
+64 query heads, 4 key heads, width 128, every causal key block selected; with `--readers` by the
+last so many queries of each document only.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ def words(values: list[int] | list[tuple[int, ...]]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def schedule(
-    lengths: list[int], starts: list[int], rows: int, readers: int
-) -> dict[str, Tensor]:
+def schedule(lengths: list[int], starts: list[int], rows: int, readers: int) -> dict[str, Tensor]:
     """The forward's key-block-to-query lists: block b of a document is seen by queries from its
     first key on.  Unused capacity holds numbers that would be out of bounds."""
     row_ptr, queries, work = words([0]).new_zeros(KEY_HEADS, rows + 1), [], []
@@ -68,7 +66,7 @@ def schedule(
 
 
 def oracle(lengths: list[int], readers: int, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """out, lse, dq, dk, dv of all documents; out, lse and dq are zero where a query reads nothing."""
+    """out, lse, dq, dk, dv of all documents; out, lse, dq are zero where a query reads nothing."""
     parts, end = [], 0
     for length in lengths:
         end += length
