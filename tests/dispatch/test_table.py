@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
+from openmsa.dispatch.choose import choose_with, supports
 from openmsa.dispatch.probe import toolchain
 from openmsa.dispatch.table import BACKENDS, ORDER, STAGES, TABLE, launcher
+
+from .fakes import ATTENTION, B200, B300, BOTH, CPU, H200, SELECT
 
 CELLS = [(backend, stage) for backend in TABLE for stage in TABLE[backend]]
 LAUNCHERS = [at for at in CELLS if TABLE[at[0]][at[1]].launcher is not None]
@@ -93,3 +98,34 @@ def test_the_oracle_works_anywhere():
         assert cell.fused or cell.offer.devices is None, stage
         assert cell.offer.package is None, stage
         assert cell.offer.capabilities is None, stage
+
+
+@pytest.mark.parametrize(
+    ("facts", "problem", "missing"),
+    [
+        (B200, ATTENTION, None),
+        (B300, ATTENTION, None),
+        (dataclasses.replace(B200, capability=(10, 1)), ATTENTION, "compute capability"),
+        (H200, ATTENTION, "compute capability"),
+        (CPU, ATTENTION, "device"),
+        (B200, dataclasses.replace(ATTENTION, q_heads=16), "group"),
+        (B200, dataclasses.replace(ATTENTION, dtype=torch.float32), "dtype"),
+        (B200, dataclasses.replace(ATTENTION, head_dim=64), "head_dim"),
+        (B200, dataclasses.replace(ATTENTION, block_size=64), "block_size"),
+        (B200, dataclasses.replace(ATTENTION, deterministic=True), None),
+        (B200, SELECT, "no CuTe DSL kernel"),
+    ],
+)
+def test_what_the_sm100_kernels_take(facts, problem, missing):
+    answers = supports("cute", problem, facts, BOTH)
+    if missing is None:
+        assert all(answer.ok for answer in answers.values()), answers
+    else:
+        reasons = [reason for answer in answers.values() for reason in answer.reasons]
+        assert any(missing in reason for reason in reasons), reasons
+
+
+def test_auto_prefers_what_has_run_to_what_was_simulated():
+    """Nothing here has met a Blackwell chip; Triton's kernels have met another."""
+    assert choose_with(ATTENTION, "auto", B200, BOTH).backend == "triton"
+    assert choose_with(ATTENTION, "cute", B200, BOTH).backend == "cute"

@@ -188,3 +188,15 @@ def test_every_registered_launcher_has_the_written_form() -> None:
         assert colon
         assert module.startswith("openmsa.kernels.")
         assert function.isidentifier()
+
+
+def test_what_ships_binds_where_the_toolchain_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
+    pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+    for stage, path in SHIPPED.items():
+        monkeypatch.setitem(LAUNCHERS, stage, path)
+    bound = kernels()
+    assert set(bound.by_stage) == {
+        "backward_preprocess", "task_build", "backward", "backward_postprocess",
+    }  # fmt: skip
+    assert all(callable(launcher) for launcher in bound.by_stage.values())

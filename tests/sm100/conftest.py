@@ -26,8 +26,8 @@ full = pytest.mark.skipif(not FULL, reason="slow: PTXSIM_FULL=1 runs it (make si
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[SimpleNamespace]:
-    """One session a file, so that a kernel is compiled once there; `options` are the next launches'.
-    It does not outlive the file: within it PyTorch believes in a GPU."""
+    """One session a file, so that a kernel is compiled once there; `options` are those of the next
+    launches. It does not outlive the file: within it PyTorch believes in a GPU."""
     state = SimpleNamespace(options={}, launches=[])
 
     def run(launch: cute.Launch, known: Any) -> None:

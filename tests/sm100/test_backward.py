@@ -11,6 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from openmsa import pipeline
+from openmsa.dispatch.choose import Plan
+from openmsa.dispatch.table import STAGES, TABLE
 from openmsa.testing import assert_ok, attention_truth, poisoned_memory
 
 from .conftest import ARCH, full
@@ -179,3 +182,17 @@ def test_all_queries_of_a_document_longer_than_top_k(simulated):
     found = problem([BLOCK * 3 + 7], topk=2, kv_heads=2)
     simulated.options = {"seed": 6, "races": True, "processes": 2}
     check(found, gradients(found))
+
+
+def test_the_pipeline_runs_the_row_s_stages(simulated, monkeypatch):
+    """What ``backend="cute"`` does on such a device, but for the forward, which is Triton's."""
+    cells = tuple((stage, TABLE["cute"][stage]) for stage in STAGES["attention"])
+    monkeypatch.setattr(pipeline, "choose", lambda problem, backend: Plan("cute", cells))
+    found = problem([20, 5])
+    inputs = found.inputs
+    grads = pipeline.backward(
+        inputs.d_out, inputs.d_lse, found.saved(), found.docs.layout, found.config(),
+        (True, True), "cute",
+    )  # fmt: skip
+    assert all(grad.dtype == inputs.q.dtype for grad in grads)
+    check(found, SimpleNamespace(**dict(zip(("dq", "dk", "dv"), grads, strict=True))))

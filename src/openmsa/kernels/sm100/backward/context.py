@@ -101,7 +101,7 @@ class Context:
 
     Attributes:
         barriers: the mbarriers, by `Barrier`.
-        floats: fp32 ``[STAGES, 2, 128]`` in shared memory: lse * log2(e), and -scale * delta.
+        floats: fp32 ``[STAGES, 2, 128]`` in shared memory: -lse * log2(e), and -scale * delta.
         ints: int32 ``[STAGES, Meta.COUNT + 3 * queries]``: `Meta`, then each query, the last key of
             the block that it sees, and its slot.
         tensor_memory: its first column.

@@ -79,10 +79,10 @@ def _gather(c: Context, tile: Int32) -> None:
         at = lane + 32 * turn
         of = cute.arch.shuffle_sync(query, at // c.config.group)
         # exp2(score - inf) is 0: an empty row adds nothing.
-        lse, delta = Float32(float("inf")), Float32(0.0)
+        lse, delta = Float32(float("-inf")), Float32(0.0)
         if of >= 0:
             q_head = head * c.config.group + at % c.config.group
-            lse = c.tensors.lse[of, q_head] * _LOG2E
+            lse = c.tensors.lse[of, q_head] * -_LOG2E
             delta = c.tensors.delta[of, q_head] * -c.numbers.scale
         floats[stage, 0, at] = lse
         floats[stage, 1, at] = delta
