@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from openmsa.contract.tasks import TILE_ROWS, queries_per_task
+from openmsa.kernels.common.budgets import check_columns, check_registers, check_shared
 
-__all__ = ["Barrier", "Config", "Meta", "Warps"]
+__all__ = ["Barrier", "Config", "Meta", "Warps", "arrivals"]
 
 HEAD_DIM = 128
 BLOCK = 128
@@ -81,14 +82,38 @@ class Barrier(IntEnum):
     COUNT = 27
 
 
-ARRIVALS = {
-    Barrier.P_READY: 8,
-    Barrier.DS_READY: 8,
-    Barrier.DQ_EMPTY: 4,
-    Barrier.SUMS_EMPTY: 4,
-    Barrier.SCALARS_EMPTY: 8 + 4 + 1,
+_COMPUTE, _REDUCE = Warps.REDUCE - Warps.COMPUTE, Warps.MMA - Warps.REDUCE
+
+ARRIVERS = {
+    Barrier.K_FULL: 1,  # the loader, with the bytes it asks for, or after it has zeroed rows
+    Barrier.K_LANDED: 1,
+    Barrier.K_EMPTY: 1,  # the tensor cores, once what was issued is done
+    Barrier.V_FULL: 1,
+    Barrier.V_EMPTY: 1,
+    Barrier.Q_FULL: 1,
+    Barrier.Q_EMPTY: 1,
+    Barrier.DO_FULL: 1,
+    Barrier.DO_EMPTY: 1,
+    Barrier.SCALARS_FULL: 1,
+    Barrier.SCALARS_EMPTY: _COMPUTE + _REDUCE + 1,  # its readers: both, and the products' warp
+    Barrier.S_FULL: 1,
+    Barrier.P_READY: _COMPUTE,
+    Barrier.DP_FULL: 1,
+    Barrier.DS_READY: _COMPUTE,
+    Barrier.DV_DONE: 1,
+    Barrier.DK_DONE: 1,
+    Barrier.DQ_FULL: 1,
+    Barrier.DQ_EMPTY: _REDUCE,
+    Barrier.SUMS_FULL: 1,
+    Barrier.SUMS_EMPTY: _REDUCE,
 }
-"""Arrivals that complete a phase, where it is not 1: one a warp that reads or writes."""
+"""Arrivals that the roles make in a phase of each barrier, which waits for as many: one a warp that
+reads or writes. A barrier with stages is named by its first."""
+
+
+def arrivals(index: int) -> int:
+    """Arrivals that complete a phase of the barrier at ``index``."""
+    return ARRIVERS[max(barrier for barrier in ARRIVERS if barrier <= index)]
 
 
 class Meta(IntEnum):
@@ -117,6 +142,19 @@ class Config:
     dtype: str
     group: int
     deterministic: bool = False
+
+    def check(self) -> None:
+        """Raise ValueError where a thread block would take more than an SM has."""
+        check_registers(
+            {
+                "compute": (_COMPUTE, REGISTERS["compute"]),
+                "reduce": (_REDUCE, REGISTERS["reduce"]),
+                "others": (Warps.ALL - Warps.MMA, REGISTERS["others"]),
+            }
+        )
+        check_shared(self.shared_bytes)
+        regions = {"S": COLUMN_S, "dP": COLUMN_DP, "dV": COLUMN_DV, "dK": COLUMN_DK}
+        check_columns({name: (first, BLOCK) for name, first in regions.items()}, COLUMNS)
 
     @property
     def queries(self) -> int:

@@ -18,7 +18,6 @@ from cutlass.cute.nvgpu import cpasync, tcgen05  # noqa: E402
 from openmsa.contract.tasks import TILE_ROWS  # noqa: E402
 from openmsa.kernels.sm100.backward import compute, forms, load, mma, reduce, scalars  # noqa: E402
 from openmsa.kernels.sm100.backward.config import (  # noqa: E402
-    ARRIVALS,
     BLOCK,
     COLUMNS,
     HEAD_DIM,
@@ -27,6 +26,7 @@ from openmsa.kernels.sm100.backward.config import (  # noqa: E402
     Barrier,
     Config,
     Warps,
+    arrivals,
 )
 from openmsa.kernels.sm100.backward.context import (  # noqa: E402
     Context,
@@ -48,6 +48,7 @@ class Backward:
     """dq, dk and dv of a launch's tasks; `config` has the memory plan, `mma` the order of work."""
 
     def __init__(self, config: Config) -> None:
+        config.check()
         self.config = config
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
 
@@ -135,7 +136,7 @@ class Backward:
         if warp == Warps.IDLE:
             with cute.arch.elect_one():
                 for which in cutlass.range_constexpr(int(Barrier.COUNT)):
-                    cute.arch.mbarrier_init(barriers + which, _arrivals(which))
+                    cute.arch.mbarrier_init(barriers + which, arrivals(which))
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         memory = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
@@ -195,12 +196,6 @@ class Backward:
             d_out_columns=b(sums, d_out, STAGES),
             ds=b(parts, ds, 1),
         )
-
-
-def _arrivals(which: int) -> int:
-    """Arrivals that complete a phase of barrier ``which``; one name may be an array of stages."""
-    names = sorted(b for b in Barrier if b <= which)
-    return ARRIVALS.get(names[-1], 1)
 
 
 def _view(pointer: Any, layout: Any) -> cute.Tensor:
