@@ -28,9 +28,10 @@ full = pytest.mark.skipif(not FULL, reason="slow: PTXSIM_FULL=1 runs it (make si
 def session() -> Iterator[SimpleNamespace]:
     """One session a file, so that a kernel is compiled once there; `options` are those of the next
     launches. It does not outlive the file: within it PyTorch believes in a GPU."""
-    state = SimpleNamespace(options={}, launches=[])
+    state = SimpleNamespace(options={}, launches=[], change=None)
 
     def run(launch: cute.Launch, known: Any) -> None:
+        launch = state.change(launch) if state.change else launch
         state.launches.append(launch)
         cute.run_launch(launch, known, **state.options)
 
@@ -43,7 +44,7 @@ def session() -> Iterator[SimpleNamespace]:
 @pytest.fixture
 def simulated(session: SimpleNamespace) -> Iterator[SimpleNamespace]:
     """Launches go to the simulator, for a small device; races are looked for where asked."""
-    session.options, session.launches = {}, []
+    session.options, session.launches, session.change = {}, [], None
     # What lies on the disk has no PTX that the session knows.
     with device.assume(ARCH, num_sms=4), cache.disabled():
         yield session

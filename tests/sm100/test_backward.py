@@ -14,6 +14,8 @@ import torch
 from openmsa import pipeline
 from openmsa.dispatch.choose import Plan
 from openmsa.dispatch.table import STAGES, TABLE
+from openmsa.kernels.sm100 import device
+from openmsa.reference.schedule import key_schedule
 from openmsa.testing import assert_ok, attention_truth, poisoned_memory
 
 from .conftest import ARCH, full
@@ -22,18 +24,22 @@ from .problems import BLOCK, problem, with_inputs
 
 def gradients(found, *, deterministic=False, window=512, d_out=None):
     """The four stages, as the pipeline calls them, on memory full of NaN."""
+    d_out = found.inputs.d_out if d_out is None else d_out
+    return backward(found, found.saved(), d_out, found.inputs.d_lse, deterministic, window)
+
+
+def backward(found, saved, d_out, d_lse, deterministic, window):
     from openmsa.kernels.sm100 import backward_postprocess, backward_preprocess, task_build
     from openmsa.kernels.sm100.backward import launch
 
-    saved, inputs, layout = found.saved(), found.inputs, found.docs.layout
-    d_out = inputs.d_out if d_out is None else d_out
+    layout = found.docs.layout
     with poisoned_memory():
-        delta = backward_preprocess.backward_preprocess(saved.out, d_out, saved.lse, inputs.d_lse)
+        delta = backward_preprocess.backward_preprocess(saved.out, d_out, saved.lse, d_lse)
         tasks = task_build.task_build(saved.schedule, found.group, layout.num_queries, window)
         sums = launch.backward(
             d_out, delta, saved, tasks, layout, found.config(deterministic), (True, True)
         )
-        rounded = backward_postprocess.backward_postprocess(*sums, inputs.q.dtype)
+        rounded = backward_postprocess.backward_postprocess(*sums, saved.q.dtype)
     return SimpleNamespace(dq=rounded[0], dk=rounded[1], dv=rounded[2], sums=sums)
 
 
@@ -119,6 +125,36 @@ def test_sums_in_order_are_equal_to_the_bit_under_five_schedules(simulated):
     for other in results[1:]:
         for first, again in zip(results[0].sums, other.sums, strict=True):
             assert torch.equal(first, again)
+
+
+def test_more_queries_than_keys_slack_rows_and_many_runs_in_one_thread_block(simulated):
+    """Queries that see no key, a document of no key, rows past the last document; short and full
+    blocks one after the other, all by one thread block."""
+    found = problem([9, 3, 2, 1, 3], keys=[5, 0, 130, 1, 128], group=32)
+    slack = {
+        name: torch.cat([value, torch.full_like(value[:2], float("nan"))])
+        for name, value in vars(found.inputs).items()
+        if name in ("q", "d_out", "d_lse")
+    }
+    total = found.docs.num_queries
+    indices = torch.cat([found.indices, torch.full_like(found.indices[:, :2], -1)], 1)
+    truth, saved = found.truth, found.saved()
+    wide = dataclasses.replace(
+        saved,
+        q=slack["q"],
+        out=torch.cat([saved.out, torch.zeros_like(saved.out[:2])]),
+        lse=torch.cat([saved.lse, torch.full_like(saved.lse[:2], float("-inf"))]),
+        indices=indices,
+        schedule=key_schedule(indices, found.docs.layout, BLOCK),
+    )
+    with device.assume(ARCH, num_sms=1):
+        for deterministic in (False, True):
+            grads = backward(found, wide, slack["d_out"], slack["d_lse"], deterministic, 8)
+            assert not bool(grads.dq[total:].any())
+            grads.dq = grads.dq[:total]
+            for name in ("dq", "dk", "dv"):
+                assert_ok(truth.quantities[name].compare(getattr(grads, name)))
+            assert not bool(grads.dq[:4].any())
 
 
 def test_strided_and_expanded_inputs(simulated):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from openmsa import Documents
+from openmsa import Documents, UnsupportedProblem
+from openmsa.contract.key_schedule import KeySchedule
 from openmsa.reference import schedule as reference
 from openmsa.testing import poisoned_memory
 
@@ -145,6 +148,40 @@ def test_delta_of_one_value_for_all(simulated):
     found = stages()[0].backward_preprocess(out, d_out, torch.zeros(9, 2), None)
     torch.testing.assert_close(found, out.float().sum(-1), rtol=1e-5, atol=1e-4)
     assert stages()[0].backward_preprocess(out[:0], d_out[:0], torch.zeros(0, 2), None).numel() == 0
+
+
+def test_rows_at_any_address(simulated):
+    """A view of a flat buffer, contiguous but where no vector of 16 bytes begins."""
+    flat = torch.randn(9 * 2 * 128 + 1).bfloat16()[1:].view(9, 2, 128)
+    out = torch.randn(9, 2, 128).bfloat16()
+    assert flat.is_contiguous()
+    found = stages()[0].backward_preprocess(flat, out, torch.zeros(9, 2), None)
+    again = stages()[0].backward_preprocess(flat.clone(), out, torch.zeros(9, 2), None)
+    assert torch.equal(found, again)
+
+
+def test_more_than_two_to_the_31_elements_are_rounded(simulated):
+    """The thread block of the last elements alone, on memory of which nothing else is touched."""
+    elements = 2**31 + 4
+    sums = torch.empty(elements).view(-1, 1, 4)
+    sums[-1] = torch.tensor([1.0, -2.0, 3.0, 1 / 3])
+    block = elements // 4 // 256
+    simulated.change = lambda launch: dataclasses.replace(
+        launch, grid=(1, 1, 1), ptx=launch.ptx.replace("%ctaid.x", str(block))
+    )
+    rounded = stages()[3].backward_postprocess(sums, sums[:0], sums[:0], torch.bfloat16)[0]
+    assert torch.equal(rounded[-1], sums[-1].bfloat16())
+
+
+def test_more_bins_than_offsets_count_are_refused(simulated):
+    rows = 2**21
+    schedule = KeySchedule(
+        torch.zeros(1, 1, dtype=torch.int32).expand(4, rows + 1),
+        torch.zeros(4, 0, dtype=torch.int32),
+        BLOCK,
+    )
+    with pytest.raises(UnsupportedProblem, match="bins, at most 2147482624"):
+        stages()[1].task_build(schedule, 16, 2**18)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

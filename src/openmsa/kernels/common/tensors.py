@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 __all__ = ["aligned"]
@@ -21,4 +22,5 @@ def aligned(x: Tensor) -> Tensor:
     fits = x.stride(-1) == 1 and x.data_ptr() % _BYTES == 0
     if fits and all(step > 0 and step % _BYTES == 0 for step in steps):
         return x
-    return x.contiguous()
+    # Not x.contiguous(): it gives back what is contiguous, at whatever address.
+    return x.clone(memory_format=torch.contiguous_format)

@@ -10,7 +10,7 @@ from typing import Any  # noqa: E402
 
 import cutlass.cute as cute  # noqa: E402
 import torch  # noqa: E402
-from cutlass import Float32  # noqa: E402
+from cutlass import Float32, Int64  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from openmsa.kernels.common.compile import ANY, TYPES, Build, fake, function  # noqa: E402
@@ -40,7 +40,8 @@ class Postprocess:
     @cute.kernel
     def kernel(self, source: cute.Tensor, target: cute.Tensor) -> None:
         """Both ``[elements / 4, 4]``."""
-        at = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
+        # 64 bits: four times it passes 2^31 beyond 262,144 queries of 64 heads.
+        at = Int64(cute.arch.block_idx()[0]) * _THREADS + cute.arch.thread_idx()[0]
         if at < source.shape[0]:
             values = cute.make_rmem_tensor(_VECTOR, Float32)
             cute.autovec_copy(source[at, None], values)

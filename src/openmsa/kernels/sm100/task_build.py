@@ -26,6 +26,7 @@ from openmsa.contract.tasks import (  # noqa: E402
     queries_per_task,
     task_capacity,
 )
+from openmsa.errors import UnsupportedProblem  # noqa: E402
 from openmsa.kernels.common.compile import ANY, Build, fake, function  # noqa: E402
 from openmsa.kernels.common.ptx import add_s32  # noqa: E402
 from openmsa.kernels.common.scan import block_scan, lower_bound, scratch  # noqa: E402
@@ -35,6 +36,8 @@ __all__ = ["builds", "task_build"]
 
 THREADS = 1024
 """Threads of a block, and bins that it adds up."""
+
+_MOST_BINS = 2**31 - THREADS
 
 
 class Schedule(NamedTuple):
@@ -166,11 +169,21 @@ def task_build(
     Returns:
         The tasks, to the bit those of :func:`openmsa.reference.schedule.task_build`, and
         ``bounds``.
+
+    Raises:
+        UnsupportedProblem: more bins than 32-bit offsets count: some 6 million queries of one
+            document, fewer of many short ones.
     """
     heads, edges = schedule.queries.shape
     rows, per_task = schedule.num_rows, queries_per_task(group)
     windows = -(-num_queries // window)
     bins = heads * windows * rows
+    if bins > _MOST_BINS:
+        raise UnsupportedProblem(
+            f"the SM100 backward's work order: {heads} KV heads, {windows} windows of {window} "
+            f"queries and {rows} key blocks are {bins} bins, at most {_MOST_BINS}; "
+            'use backend="triton"'
+        )
     device = schedule.row_ptr.device
     capacity = task_capacity(heads, edges, rows, num_queries, per_task, window)
     tasks = torch.full((capacity, 4), -1, dtype=torch.int32, device=device)

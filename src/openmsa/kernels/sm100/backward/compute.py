@@ -6,7 +6,8 @@ A thread has one key and the 64 rows of its warpgroup's half of the tile::
     dS = P * (scale * dP - scale * delta)
 
 in fp32, each rounded once to 16 bits. A key that a row does not see has P = dS = 0 by selection,
-not by multiplication: what lies behind such a key may be anything.
+not by multiplication: what follows a short block in memory may be anything. (A NaN in a later
+key of the same block still reaches dQ, as 0 times NaN in the sum over the block's keys.)
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ def _in_order(run: _Run, tensors: Tensors, tasks: BackwardTasks, layout: Layout)
     size = tasks.window
     windows = -(-layout.num_queries // size)
     device = dq.device
-    slots = torch.empty((size, topk, *dq.shape[1:]), dtype=torch.float32, device=device)
+    held = min(size, layout.num_queries)
+    slots = torch.empty((held, topk, *dq.shape[1:]), dtype=torch.float32, device=device)
     grid = grid_launch_bound(
         heads * size * topk // tasks.queries_per_task + heads * tensors.blocks.shape[0],
         run.num_sms,
@@ -99,7 +100,7 @@ def _in_order(run: _Run, tensors: Tensors, tasks: BackwardTasks, layout: Layout)
     part_rows = torch.empty((grid, 4), dtype=torch.int32, device=device)
     sum_slots = function(ordered.sum_slots(run.arch))
     add_parts = function(ordered.add_parts(run.arch))
-    rows = (slots.view(size, topk, -1, 4), indices, dq.view(dq.shape[0], -1, 4))
+    rows = (slots.view(held, topk, -1, 4), indices, dq.view(dq.shape[0], -1, 4))
     main = tensors._replace(bounds=tasks.bounds, dq=slots, parts=parts, part_rows=part_rows)
     for window in range(windows):
         first = window * size

@@ -108,7 +108,11 @@ def run(c: Context, o: Operands) -> None:
         opens, closes = next_opens, next_closes
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(c.barrier(Barrier.SCALARS_EMPTY, stage))
-    # The last commit: with it all of them have arrived, and none comes after the CTA's end.
+    # None of what was committed may arrive after the CTA's end.
+    stage, used = c.stage(c.end - c.begin - 1)
+    c.wait(Barrier.DO_EMPTY, used, stage)
+    c.wait(Barrier.Q_EMPTY, used, stage)
+    c.wait(Barrier.V_EMPTY, runs)
     c.wait(Barrier.K_EMPTY, runs)
 
 

@@ -27,7 +27,8 @@ def chunk(first: Any, columns: Any) -> Any:
 @cute.jit
 def load(source: Any, lane: Int32) -> Any:
     """The thread's lane of ``source`` in registers, there at once. ``lane`` is the thread's index
-    in its warpgroup."""
+    in its warpgroup; the warp comes together first, as all of its lanes load."""
+    cute.arch.sync_warp()
     columns = source.shape[1]
     atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(columns)), Float32)
     copy = tcgen05.make_tmem_copy(atom, source).get_slice(lane)
