@@ -37,7 +37,7 @@ _HOME = {
     "select_blocks": "openmsa.api",
     "sparse_attention": "openmsa.api",
 }
-_SUBMODULES = ("bindings", "contract", "errors", "kernels", "testing")
+_SUBMODULES = ("bindings", "contract", "errors", "integrations", "kernels", "testing")
 
 __all__ = ["__version__", *sorted(_HOME)]
 

@@ -138,6 +138,15 @@ def test_a_folder_that_cannot_be_made_is_a_usage_error(
     assert compiler == [], "said before the work starts"
 
 
+@pytest.mark.parametrize("place", ["/nowhere/result.json", "/"])
+def test_a_result_that_cannot_be_written_is_a_usage_error(
+    place: str, compiler: list[Build], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compile", "--arch", "sm_100a", "--json", place]) == 2
+    assert f"--json {place}: " in capsys.readouterr().err
+    assert compiler == [], "said before the work starts"
+
+
 def test_an_arch_without_kernels_lists_those_that_have_some(
     compiler: list[Build], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,3 +183,9 @@ def test_the_walk_accepts_what_is_unavailable(flawed: dict[str, Any]) -> None:
 def test_the_watch_tells_who_asked(flawed: dict[str, Any]) -> None:
     assert ["flawed.polite", "triton"] in flawed["asked"]
     assert ["openmsa.kernels", "cutlass"] in ours(flawed["asked"])
+
+
+def test_integrations_are_reached_from_the_package() -> None:
+    """The one line of the README, after a plain import."""
+    body = "import openmsa\nprint(json.dumps(openmsa.integrations.automodel.enable.__module__))"
+    assert fresh(body) == "openmsa.integrations.automodel"

@@ -112,6 +112,21 @@ def test_a_home_that_cannot_be_written_to_is_no_cache(
         assert folder is None
 
 
+def test_a_folder_that_was_asked_for_and_cannot_be_had_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(env.CACHE, str(tmp_path / "file"))
+    with (
+        pytest.warns(RuntimeWarning, match="file is not used for compiled kernels"),
+        cache.folder() as folder,
+    ):
+        assert folder is None
+    with warnings.catch_warnings(), cache.folder() as folder:
+        warnings.simplefilter("error")  # once is enough
+        assert folder is None
+
+
 def test_no_home_at_all_is_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere() -> Path:
         raise RuntimeError("could not determine home directory")

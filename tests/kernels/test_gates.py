@@ -294,3 +294,10 @@ def test_the_gates_import_only_what_every_host_has() -> None:
     found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     found |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     assert found == {"__future__", "functools", "importlib", "torch", "openmsa.errors"}
+
+
+@pytest.mark.parametrize("gate", [kernels.require_sm100, kernels.require_sm103, kernels.sm_count])
+@pytest.mark.parametrize("device", ["cuda:0", 0, None])
+def test_a_gate_takes_a_device_and_says_so(gate: Callable[..., object], device: object) -> None:
+    with pytest.raises(InvalidInput, match=r"device: expected a torch\.device, got"):
+        gate(device)

@@ -20,12 +20,16 @@ from openmsa.kernels.common.instructions import by_pipe, products, tensor_column
 __all__ = ["add_parser", "run"]
 
 _EXAMPLE = """\
-Needs no GPU. Compiled kernels are kept, and found by training on this machine: see OPENMSA_CACHE in
-openmsa.kernels.common.env. What was kept is not compiled again; the seconds are those of then.
+Needs no GPU. Compiled kernels are kept, and found by training on this machine, in
+~/.cache/openmsa/kernels, or where OPENMSA_CACHE says: a folder, or "off" for none. What was kept is
+not compiled again; the seconds are those of then.
 
 example:
   openmsa compile --arch sm_100a --report --out out/sm_100a
 """
+
+
+_ARCHITECTURES = ", ".join(name for name, modules in MODULES.items() if modules)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -37,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--arch", required=True, metavar="ARCH", help=f"of {', '.join(MODULES)}")
+    parser.add_argument("--arch", required=True, metavar="ARCH", help=f"of {_ARCHITECTURES}")
     parser.add_argument("--kernel", metavar="NAME", help="only the kernel of this name")
     parser.add_argument(
         "--report",
@@ -59,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Compile and report; 0 if everything did."""
     found = _chosen(args)
     folder = _folder(args)
+    _check_json(args)
     kernels = []
     progress = Progress(len(found))
     try:
@@ -103,6 +108,17 @@ def _folder(args: argparse.Namespace) -> Path | None:
     if not os.access(folder, os.W_OK):
         args.error(f"--out {args.out}: not writable")
     return folder
+
+
+def _check_json(args: argparse.Namespace) -> None:
+    """``--json FILE`` can be written, as far as one can tell before the work."""
+    if args.json in (None, "-"):
+        return
+    path = Path(args.json)
+    if path.is_dir():
+        args.error(f"--json {args.json}: is a folder")
+    if not path.absolute().parent.is_dir():
+        args.error(f"--json {args.json}: No such file or directory")
 
 
 def _one(title: str, build: Build, folder: Path | None) -> dict[str, Any]:

@@ -88,6 +88,7 @@ def require_sm103(device: torch.device) -> None:
 
 
 def _require(device: torch.device, wanted: tuple[int, int]) -> None:
+    _check(device)
     has = "no CUDA capability"
     if device.type == "cuda":
         found = sm_capability(device)
@@ -131,7 +132,13 @@ def sm_count(device: torch.device) -> int:
     return _count(_index(device))
 
 
+def _check(device: torch.device) -> None:
+    if not isinstance(device, torch.device):
+        invalid_input("device", "a torch.device", repr(device))
+
+
 def _index(device: torch.device) -> int:
+    _check(device)
     if device.type != "cuda":
         invalid_input("device", "a CUDA device", device)
     if device.index is not None:

@@ -131,7 +131,9 @@ def _opened(path: Path) -> int | None:
             with suppress(FileExistsError):
                 missing.mkdir(mode=0o700)
         opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # no home, or one that cannot be written to
+    except OSError as error:  # no home, or one that cannot be written to
+        if os.environ.get(CACHE):
+            _warn(path, error.strerror or str(error))
         return None
     found = os.fstat(opened)
     if found.st_uid != os.geteuid():
@@ -141,14 +143,19 @@ def _opened(path: Path) -> int | None:
     else:
         return opened
     os.close(opened)
+    _warn(path, f"they are executed, and {reason}")
+    return None
+
+
+def _warn(path: Path, reason: str) -> None:
+    """Say once why ``path`` is not used."""
     if str(path) not in _warned:
         _warned.add(str(path))
         warnings.warn(
-            f"{path} is not used for compiled kernels, which are executed: {reason}. Kernels are "
-            f"compiled anew in every process; set {CACHE} to a folder of your own, or to off",
+            f"{path} is not used for compiled kernels: {reason}. Kernels are compiled anew in "
+            f"every process; set {CACHE} to a folder of your own, or to off",
             RuntimeWarning,
         )
-    return None
 
 
 class Folder:
