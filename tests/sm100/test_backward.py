@@ -175,10 +175,10 @@ def test_what_lies_behind_a_key_that_a_row_does_not_see_may_be_anything(simulate
     inputs = found.inputs
     k, v = inputs.k.clone(), inputs.v.clone()
     k[5:], v[5:] = float("nan"), float("inf")
-    result = gradients(with_inputs(found, k=k, v=v))
-    for name, rows in (("dq", 5), ("dk", 5), ("dv", 5)):
-        value = getattr(result, name)[:rows]
-        assert bool(value.isfinite().all()), name
+    plain = gradients(found, deterministic=True)
+    result = gradients(with_inputs(found, k=k, v=v), deterministic=True)
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(getattr(result, name)[:5], getattr(plain, name)[:5]), name
 
 
 def test_a_document_of_nothing_and_a_selection_of_nothing(simulated):

@@ -134,7 +134,7 @@ class Config:
 
     Attributes:
         dtype: ``"bfloat16"`` or ``"float16"``.
-        group: query heads of a KV head, a power of two up to 64.
+        group: query heads of a KV head: 8, 16, 32 or 64.
         deterministic: parts of dq go to slots, and each run of a key block has one place for its
             dk and dv, instead of atomics.
     """

@@ -40,17 +40,17 @@ def interval(rows: Int32, num_sms: Int32, cta: Int32) -> tuple[Int32, Int32]:
         size = Int32(ROWS_FEW)
     full = rows // (num_sms * size) * num_sms
     rest = rows - full * size
-    tail = cutlass_max(Int32(SHORTEST_TAIL), (rest + num_sms - 1) // num_sms)
+    tail = _larger(Int32(SHORTEST_TAIL), (rest + num_sms - 1) // num_sms)
     first, length = cta * size, size
     if cta >= full:
         first = full * size + (cta - full) * tail
         length = tail
-    begin = cutlass_min(first, rows)
-    return begin, cutlass_min(first + length, rows)
+    begin = _smaller(first, rows)
+    return begin, _smaller(first + length, rows)
 
 
 @cute.jit
-def cutlass_min(a: Int32, b: Int32) -> Int32:
+def _smaller(a: Int32, b: Int32) -> Int32:
     found = a
     if b < a:
         found = b
@@ -58,7 +58,7 @@ def cutlass_min(a: Int32, b: Int32) -> Int32:
 
 
 @cute.jit
-def cutlass_max(a: Int32, b: Int32) -> Int32:
+def _larger(a: Int32, b: Int32) -> Int32:
     found = a
     if b > a:
         found = b
