@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "backends.triton",
         "kernels",
         "kernels.common",
+        "kernels.stages",
         "kernels.sm90",
         "kernels.sm100",
         "workloads",
@@ -43,8 +44,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 
 WITHIN = {
     "kernels.common": {"kernels"},
-    "kernels.sm90": {"kernels", "kernels.common"},
-    "kernels.sm100": {"kernels", "kernels.common"},
+    "kernels.stages": {"kernels", "kernels.common"},
+    "kernels.sm90": {"kernels", "kernels.common", "kernels.stages"},
+    "kernels.sm100": {"kernels", "kernels.common", "kernels.stages"},
 }
 """Rooms inside the kernels room may also use its gates, its schedule and its plumbing."""
 

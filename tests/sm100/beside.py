@@ -13,8 +13,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from openmsa.kernels.common import cache
-from openmsa.kernels.sm100 import device
+from openmsa.kernels.common import cache, device
 from openmsa.testing import attention_truth
 from ptxsim.launchers import cute
 

@@ -12,9 +12,8 @@ import pytest
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed: no kernel to simulate")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed: no kernel to simulate")
 
-from openmsa.kernels.common import cache
+from openmsa.kernels.common import cache, device
 from openmsa.kernels.common import compile as compiling
-from openmsa.kernels.sm100 import device
 from ptxsim.launchers import cute
 
 ARCH = os.environ.get("PTXSIM_ARCH", "sm_100a")

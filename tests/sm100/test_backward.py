@@ -14,7 +14,7 @@ import torch
 from openmsa import pipeline
 from openmsa.dispatch.choose import Plan
 from openmsa.dispatch.table import STAGES, TABLE
-from openmsa.kernels.sm100 import device
+from openmsa.kernels.common import device
 from openmsa.reference.schedule import key_schedule
 from openmsa.testing import assert_ok, attention_truth, poisoned_memory
 

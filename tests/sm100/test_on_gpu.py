@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from openmsa import Documents
+from openmsa.kernels.common import device
 from openmsa.kernels.common.compile import function
 from openmsa.kernels.sm100 import (
     backward_postprocess,
     backward_preprocess,
-    device,
-    lookup,
     task_build,
 )
 from openmsa.kernels.sm100.backward import ordered
+from openmsa.kernels.stages import lookup
 from openmsa.reference import schedule as reference
 
 TARGETS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}

@@ -16,7 +16,8 @@ from .problems import BLOCK
 
 
 def stages():
-    from openmsa.kernels.sm100 import backward_postprocess, backward_preprocess, lookup, task_build
+    from openmsa.kernels.sm100 import backward_postprocess, backward_preprocess, task_build
+    from openmsa.kernels.stages import lookup
 
     return backward_preprocess, task_build, lookup, backward_postprocess
 
@@ -74,7 +75,8 @@ def test_a_schedule_without_edges_or_rows_has_no_tasks(simulated):
 
 def test_sums_of_thread_blocks_carry_past_one_thousand_of_them(simulated):
     """The middle launch of a schedule with more than 2^22 bins, alone: its thread blocks' sums."""
-    module = stages()[1]
+    from openmsa.kernels.stages import tasks as module
+
     blocks = torch.arange(5000, dtype=torch.int32) % 7
     expected = blocks.cumsum(0).int() - blocks
     total = int(blocks.sum())
@@ -91,7 +93,7 @@ def test_sums_of_thread_blocks_carry_past_one_thousand_of_them(simulated):
                 grid=(1, 1, 1), block=(module.THREADS, 1, 1), stream=stream
             )
 
-    whole = module._build("sm_100a", 8, 512)
+    whole = module.build("sm_100a", 8, 512)
 
     def make():
         arguments = whole.make()[1]

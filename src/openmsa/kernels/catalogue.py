@@ -12,12 +12,13 @@ from openmsa.kernels.build import Build, Roofline
 __all__ = ["MODULES", "ROOFLINES", "builds", "roofline", "titles"]
 
 _SM100 = "openmsa.kernels.sm100"
-_BACKWARD = tuple(
-    f"{_SM100}.{name}"
-    for name in (
-        "lookup", "backward_preprocess", "task_build", "backward.launch", "backward_postprocess"
-    )
-)  # fmt: skip
+_BACKWARD = (
+    "openmsa.kernels.stages.lookup",
+    *(
+        f"{_SM100}.{name}"
+        for name in ("backward_preprocess", "task_build", "backward.launch", "backward_postprocess")
+    ),
+)
 
 MODULES: dict[str, tuple[str, ...]] = {"sm_100a": _BACKWARD, "sm_103a": _BACKWARD, "sm_90a": ()}
 """Architecture -> modules with ``builds(arch)``, in the order of a backward pass. They need the

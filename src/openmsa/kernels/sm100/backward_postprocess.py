@@ -14,7 +14,7 @@ from cutlass import Float32, Int64  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from openmsa.kernels.common.compile import ANY, TYPES, Build, fake, function  # noqa: E402
-from openmsa.kernels.sm100.device import arch_of  # noqa: E402
+from openmsa.kernels.common.device import arch_of  # noqa: E402
 
 __all__ = ["backward_postprocess", "builds"]
 

@@ -20,8 +20,8 @@ from cutlass import Float32, Int32  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from openmsa.kernels.common.compile import ANY, Build, fake, function  # noqa: E402
+from openmsa.kernels.common.device import arch_of  # noqa: E402
 from openmsa.kernels.common.tensors import aligned  # noqa: E402
-from openmsa.kernels.sm100.device import arch_of  # noqa: E402
 
 __all__ = ["backward_preprocess", "builds"]
 

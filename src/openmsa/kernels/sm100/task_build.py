@@ -1,10 +1,4 @@
-"""Work tiles of the backward, built on the device.
-
-A *bin* is one key block's queries within one window, of one KV head; bins are ordered by head,
-window, block, and a bin of n queries has ``ceil(n / per_task)`` tiles. Queries ascend within a
-block, so that a bin is found by two searches. Three launches: tiles of each bin and their sums
-within a thread block; sums over thread blocks; the table. Nothing waits for the host.
-"""
+"""Work tiles of the SM100 backward: :mod:`openmsa.kernels.stages.tasks` in the contract's order."""
 
 from __future__ import annotations
 
@@ -12,147 +6,12 @@ from openmsa.kernels import require_cute_dsl
 
 require_cute_dsl()
 
-from typing import Any, NamedTuple  # noqa: E402
-
-import cutlass  # noqa: E402
-import cutlass.cute as cute  # noqa: E402
-import torch  # noqa: E402
-from cutlass import Int32  # noqa: E402
-
 from openmsa.contract.key_schedule import KeySchedule  # noqa: E402
-from openmsa.contract.tasks import (  # noqa: E402
-    WINDOW,
-    BackwardTasks,
-    queries_per_task,
-    task_capacity,
-)
-from openmsa.errors import UnsupportedProblem  # noqa: E402
-from openmsa.kernels.common.compile import ANY, Build, fake, function  # noqa: E402
-from openmsa.kernels.common.ptx import add_s32  # noqa: E402
-from openmsa.kernels.common.scan import block_scan, lower_bound, scratch  # noqa: E402
-from openmsa.kernels.sm100.device import arch_of  # noqa: E402
+from openmsa.contract.tasks import WINDOW, BackwardTasks, queries_per_task  # noqa: E402
+from openmsa.kernels.build import Build  # noqa: E402
+from openmsa.kernels.stages import tasks  # noqa: E402
 
 __all__ = ["builds", "task_build"]
-
-THREADS = 1024
-"""Threads of a block, and bins that it adds up."""
-
-_MOST_BINS = 2**31 - THREADS
-
-
-class Schedule(NamedTuple):
-    """int32 tensors that the three kernels share.
-
-    Attributes:
-        row_ptr: ``[Hkv, rows + 1]`` and ``queries`` ``[Hkv, edges]`` of the key schedule.
-        tiles: ``[bins]``: tiles before a bin, within its thread block.
-        blocks: ``[thread blocks]``: tiles of each, then tiles before each.
-        tasks: ``[capacity, 4]``; ``count`` ``[1]``; ``owners`` ``[Hkv, rows]``.
-        bounds: ``[Hkv * windows + 1]``: the first task of each head and window, and the end.
-    """
-
-    row_ptr: cute.Tensor
-    queries: cute.Tensor
-    tiles: cute.Tensor
-    blocks: cute.Tensor
-    tasks: cute.Tensor
-    count: cute.Tensor
-    owners: cute.Tensor
-    bounds: cute.Tensor
-
-
-class TaskBuild:
-    """The three launches. ``per_task`` queries fill a tile, ``window`` a window."""
-
-    def __init__(self, per_task: int, window: int) -> None:
-        self.per_task = per_task
-        self.window = window
-
-    @cute.jit
-    def __call__(
-        self, first: cute.Tensor, schedule: Schedule, windows: Int32, bins: Int32, stream: Any
-    ) -> None:
-        """``first`` is ``schedule.row_ptr`` again: the stream is found by a tensor of its own."""
-        schedule = Schedule(*schedule)
-        grid = (cute.ceil_div(bins, THREADS), 1, 1)
-        block = (THREADS, 1, 1)
-        self.count(schedule, windows, bins).launch(grid=grid, block=block, stream=stream)
-        self.scan(schedule).launch(grid=(1, 1, 1), block=block, stream=stream)
-        self.scatter(schedule, windows, bins).launch(grid=grid, block=block, stream=stream)
-
-    @cute.jit
-    def bin(self, s: Any, windows: Int32, at: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-        """Head, row, first edge and end of the bin ``at``."""
-        rows = s.row_ptr.shape[1] - 1
-        row = at % rows
-        head = at // rows // windows
-        window = at // rows % windows
-        queries = s.queries[head, None]
-        begin, end = s.row_ptr[head, row], s.row_ptr[head, row + 1]
-        begin = lower_bound(queries, begin, end, window * self.window)
-        end = lower_bound(queries, begin, end, (window + 1) * self.window)
-        return head, row, begin, end
-
-    @cute.kernel
-    def count(self, schedule: Schedule, windows: Int32, bins: Int32) -> None:
-        s = Schedule(*schedule)
-        tiles, blocks = s.tiles, s.blocks
-        block = cute.arch.block_idx()[0]
-        at = block * THREADS + cute.arch.thread_idx()[0]
-        found = Int32(0)
-        if at < bins:
-            head, row, begin, end = self.bin(s, windows, at)
-            found = (end - begin + self.per_task - 1) // self.per_task
-            if found > 0:
-                add_s32(s.owners.iterator + (head * s.owners.shape[1] + row), Int32(1))
-        before, total = block_scan(found, scratch())
-        if at < bins:
-            tiles[at] = before
-        if cute.arch.thread_idx()[0] == 0:
-            blocks[block] = total
-
-    @cute.kernel
-    def scan(self, schedule: Schedule) -> None:
-        s = Schedule(*schedule)
-        blocks, count, bounds = s.blocks, s.count, s.bounds
-        words = scratch()
-        carry = Int32(0)
-        thread = cute.arch.thread_idx()[0]
-        size = blocks.shape[0]
-        for first in cutlass.range(0, size, THREADS, unroll=1):
-            at = first + thread
-            mine = Int32(0)
-            if at < size:
-                mine = blocks[at]
-            before, total = block_scan(mine, words)
-            if at < size:
-                blocks[at] = carry + before
-            carry += total
-            cute.arch.sync_threads()
-        if thread == 0:
-            count[0] = carry
-            bounds[bounds.shape[0] - 1] = carry
-
-    @cute.kernel
-    def scatter(self, schedule: Schedule, windows: Int32, bins: Int32) -> None:
-        s = Schedule(*schedule)
-        tasks, bounds = s.tasks, s.bounds
-        block = cute.arch.block_idx()[0]
-        at = block * THREADS + cute.arch.thread_idx()[0]
-        if at < bins:
-            head, row, begin, end = self.bin(s, windows, at)
-            to = s.blocks[block] + s.tiles[at]
-            if row == 0:
-                bounds[at // (s.row_ptr.shape[1] - 1)] = to
-            for edge in cutlass.range(begin, end, self.per_task, unroll=1):
-                size = end - edge
-                if size > self.per_task:
-                    size = Int32(self.per_task)
-                tasks[to, 0] = head
-                tasks[to, 1] = row
-                tasks[to, 2] = edge
-                tasks[to, 3] = size
-                to += 1
 
 
 def task_build(
@@ -161,7 +20,7 @@ def task_build(
     """Cut every row's queries into tiles that stay within one window of queries.
 
     Args:
-        schedule: of the selection, on a device of compute capability 10.0 or 10.3.
+        schedule: of the selection, on a device that the kernels are built for.
         group: query heads of a KV head.
         num_queries: queries of the layout.
         window: queries per window; the contract's order has :data:`WINDOW`.
@@ -174,49 +33,9 @@ def task_build(
         UnsupportedProblem: more bins than 32-bit offsets count: some 6 million queries of one
             document, fewer of many short ones.
     """
-    heads, edges = schedule.queries.shape
-    rows, per_task = schedule.num_rows, queries_per_task(group)
-    windows = -(-num_queries // window)
-    bins = heads * windows * rows
-    if bins > _MOST_BINS:
-        raise UnsupportedProblem(
-            f"the SM100 backward's work order: {heads} KV heads, {windows} windows of {window} "
-            f"queries and {rows} key blocks are {bins} bins, at most {_MOST_BINS}; "
-            'use backend="triton"'
-        )
-    device = schedule.row_ptr.device
-    capacity = task_capacity(heads, edges, rows, num_queries, per_task, window)
-    tasks = torch.full((capacity, 4), -1, dtype=torch.int32, device=device)
-    owners = torch.zeros((heads, rows), dtype=torch.int32, device=device)
-    numbers = torch.zeros(1 + heads * windows + 1, dtype=torch.int32, device=device)
-    count, bounds = numbers[:1], numbers[1:]
-    if bins:
-        scratch = torch.empty(bins + -(-bins // THREADS), dtype=torch.int32, device=device)
-        function(_build(arch_of(device), per_task, window))(
-            schedule.row_ptr,
-            Schedule(
-                schedule.row_ptr, schedule.queries, scratch[:bins], scratch[bins:], tasks, count,
-                owners, bounds,
-            ),
-            windows,
-            bins,
-        )  # fmt: skip
-    return BackwardTasks(tasks, count, owners, per_task, window, bounds)
+    return tasks.tasks_of(schedule, queries_per_task(group), num_queries, window)
 
 
 def builds(arch: str) -> tuple[Build, ...]:
     """What :func:`task_build` compiles for MiniMax-M3."""
-    return (_build(arch, queries_per_task(16), WINDOW),)
-
-
-def _build(arch: str, per_task: int, window: int) -> Build:
-    def make() -> tuple[Any, tuple[Any, ...]]:
-        line, table = (ANY,), (ANY, ANY)
-        schedule = Schedule(
-            fake(torch.int32, table), fake(torch.int32, table), fake(torch.int32, line),
-            fake(torch.int32, line), fake(torch.int32, (ANY, 4), align=16),
-            fake(torch.int32, (1,)), fake(torch.int32, table), fake(torch.int32, line),
-        )  # fmt: skip
-        return TaskBuild(per_task, window), (fake(torch.int32, table), schedule, Int32(0), Int32(0))
-
-    return Build("task_build", arch, (("per_task", per_task), ("window", window)), make)
+    return (tasks.build(arch, queries_per_task(16), WINDOW),)

@@ -17,14 +17,14 @@ from openmsa.contract.layout import Layout  # noqa: E402
 from openmsa.contract.problem import AttentionConfig, Saved  # noqa: E402
 from openmsa.contract.tasks import BackwardTasks  # noqa: E402
 from openmsa.kernels.common.compile import ANY, Build, fake, function  # noqa: E402
+from openmsa.kernels.common.device import arch_of, sm_count_of  # noqa: E402
 from openmsa.kernels.common.tensors import aligned  # noqa: E402
 from openmsa.kernels.schedule import grid_launch_bound  # noqa: E402
 from openmsa.kernels.sm100.backward import ordered  # noqa: E402
 from openmsa.kernels.sm100.backward.config import BLOCK, HEAD_DIM, Config  # noqa: E402
 from openmsa.kernels.sm100.backward.context import Numbers, Tensors  # noqa: E402
 from openmsa.kernels.sm100.backward.kernel import Backward  # noqa: E402
-from openmsa.kernels.sm100.device import arch_of, sm_count_of  # noqa: E402
-from openmsa.kernels.sm100.lookup import lookup  # noqa: E402
+from openmsa.kernels.stages.lookup import lookup  # noqa: E402
 
 __all__ = ["backward", "builds"]
 

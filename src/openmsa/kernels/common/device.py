@@ -1,4 +1,4 @@
-"""Which code a device of the 10.x family runs, and how many multiprocessors share the work."""
+"""Which code a device runs, and how many multiprocessors share the work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from openmsa.errors import UnsupportedProblem
 
 __all__ = ["ARCHITECTURES", "arch_of", "assume", "sm_count_of"]
 
-ARCHITECTURES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
+ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 """Compute capability -> target; ``a`` targets run on their own capability only."""
 
 _assumed: tuple[str, int] | None = None
@@ -30,9 +30,9 @@ def arch_of(device: torch.device) -> str:
     try:
         return ARCHITECTURES[found]  # type: ignore[index]
     except KeyError:
-        known = " and ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
+        known = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
         raise UnsupportedProblem(
-            f"the SM100 kernels are built for compute capability {known}, but {device} has "
+            f"the CuTe DSL kernels are built for compute capability {known}, but {device} has "
             f"{'none' if found is None else '.'.join(map(str, found))}"
         ) from None
 

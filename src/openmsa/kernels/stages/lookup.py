@@ -15,8 +15,8 @@ from torch import Tensor  # noqa: E402
 
 from openmsa.contract.layout import Layout  # noqa: E402
 from openmsa.kernels.common.compile import ANY, Build, fake, function  # noqa: E402
+from openmsa.kernels.common.device import arch_of  # noqa: E402
 from openmsa.kernels.common.scan import last_not_above  # noqa: E402
-from openmsa.kernels.sm100.device import arch_of  # noqa: E402
 
 __all__ = ["builds", "lookup"]
 

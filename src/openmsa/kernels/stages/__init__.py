@@ -1,0 +1,1 @@
+"""Stages that more than one architecture's kernels use as they are."""
