@@ -1,0 +1,28 @@
+"""The SM90 kernels' compiled PTX, executed on a CPU by the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from simulation import full, launches_on, session_of
+
+__all__ = ["ARCH", "full"]
+
+ARCH = "sm_90a"
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[SimpleNamespace]:
+    """One session a file; it does not outlive the file."""
+    with session_of(ARCH) as state:
+        yield state
+
+
+@pytest.fixture
+def simulated(session: SimpleNamespace) -> Iterator[SimpleNamespace]:
+    """Launches of this test go to the simulator."""
+    with launches_on(session, ARCH, num_sms=4) as state:
+        yield state
