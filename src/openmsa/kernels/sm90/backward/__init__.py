@@ -1,0 +1,1 @@
+"""The backward for Hopper: dq, dk and dv of a selection, key-major."""

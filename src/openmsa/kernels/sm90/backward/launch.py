@@ -1,0 +1,94 @@
+"""The backward on the host: check, choose, compile once, launch."""
+
+from __future__ import annotations
+
+from openmsa.kernels import require_cute_dsl
+
+require_cute_dsl()
+
+import math  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+from cutlass import Float32, Int32  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from openmsa.contract.layout import Layout  # noqa: E402
+from openmsa.contract.problem import AttentionConfig, Saved  # noqa: E402
+from openmsa.contract.tasks import BackwardTasks  # noqa: E402
+from openmsa.kernels.common.compile import ANY, Build, fake, function  # noqa: E402
+from openmsa.kernels.common.device import arch_of, sm_count_of  # noqa: E402
+from openmsa.kernels.common.tensors import aligned  # noqa: E402
+from openmsa.kernels.sm90.backward.config import HEAD_DIM, Config  # noqa: E402
+from openmsa.kernels.sm90.backward.context import Numbers, Tensors  # noqa: E402
+from openmsa.kernels.sm90.backward.kernel import Backward  # noqa: E402
+from openmsa.kernels.stages.lookup import lookup  # noqa: E402
+
+__all__ = ["backward", "builds"]
+
+
+def backward(
+    d_out: Tensor,
+    delta: Tensor,
+    saved: Saved,
+    tasks: BackwardTasks,
+    layout: Layout,
+    config: AttentionConfig,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32 dq, dk and dv of the shapes of q, k and v; rows that nobody reads are zero.
+
+    ``tasks`` are those of :func:`openmsa.kernels.sm90.task_build.task_build`. ``needs`` is ignored:
+    all three cost what two of them would. ``config.deterministic`` makes repeated calls equal to
+    the bit.
+    """
+    q, k, v, d_out = (aligned(x) for x in (saved.q, saved.k, saved.v, d_out))
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    if not layout.num_queries or not saved.schedule.num_rows:
+        return dq, dk, dv
+    facts = Config(
+        str(q.dtype).removeprefix("torch."), q.shape[1] // k.shape[1], config.deterministic
+    )
+    positions, blocks = lookup(layout, saved.schedule.num_rows, config.block_size)
+    ticket = torch.zeros(1, dtype=torch.int32, device=q.device)
+    tensors = Tensors(
+        saved.lse.contiguous(), delta, tasks.tasks, tasks.count, ticket, saved.schedule.queries,
+        positions, blocks,
+    )  # fmt: skip
+    numbers = Numbers(config.scale, config.scale * math.log2(math.e))
+    grid = min(sm_count_of(q.device), tasks.tasks.shape[0])
+    function(_build(arch_of(q.device), facts))(q, k, v, d_out, dq, dk, dv, tensors, numbers, grid)
+    return dq, dk, dv
+
+
+def builds(arch: str) -> tuple[Build, ...]:
+    """What :func:`backward` compiles for MiniMax-M3 in bf16."""
+    return (_build(arch, Config("bfloat16", 16)),)
+
+
+def _build(arch: str, config: Config) -> Build:
+    def make() -> tuple[Any, tuple[Any, ...]]:
+        dtype = getattr(torch, config.dtype)
+        operands = [
+            fake(dtype, (ANY, ANY, HEAD_DIM), strides=(ANY, ANY, 1), align=16) for _ in range(4)
+        ]
+        rows, wide = (ANY, ANY), (ANY, ANY, HEAD_DIM)
+        sums = [fake(torch.float32, wide, align=16) for _ in range(3)]
+        tensors = Tensors(
+            lse=fake(torch.float32, rows),
+            delta=fake(torch.float32, rows),
+            tasks=fake(torch.int32, (ANY, 4), align=16),
+            count=fake(torch.int32, (1,)),
+            ticket=fake(torch.int32, (1,)),
+            queries=fake(torch.int32, rows),
+            positions=fake(torch.int32, (ANY,)),
+            blocks=fake(torch.int32, (ANY, 3)),
+        )
+        numbers = Numbers(Float32(0), Float32(0))
+        return Backward(config), (*operands, *sums, tensors, numbers, Int32(0))
+
+    facts = (
+        ("dtype", config.dtype), ("group", config.group), ("deterministic", config.deterministic),
+        ("shared_bytes", config.shared_bytes),
+    )  # fmt: skip
+    return Build("backward_sm90", arch, facts, make)

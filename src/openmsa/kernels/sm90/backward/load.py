@@ -1,0 +1,226 @@
+"""One warp takes tasks and asks the copy engine for tiles: K and V of a task, q and dO of a tile.
+
+A tile's rows are gathered, one box per query of ``group`` heads and 64 channels; a row without a
+query has the index -1, which lies outside the tensor and so is filled with zeros, and an lse that
+makes its P zero. What a tile needs besides (lse, delta, visible keys) the warp reads one tile ahead,
+and the next task while it works on this one.
+"""
+
+from __future__ import annotations
+
+from openmsa.kernels import require_cute_dsl
+
+require_cute_dsl()
+
+import math  # noqa: E402
+from typing import Any  # noqa: E402
+
+import cutlass  # noqa: E402
+import cutlass.cute as cute  # noqa: E402
+from cutlass import Float32, Int32  # noqa: E402
+from cutlass.cute.nvgpu import cpasync  # noqa: E402
+
+from openmsa.kernels.sm90.backward.config import (  # noqa: E402
+    BLOCK,
+    HEAD_DIM,
+    TILE_ROWS,
+    Barrier,
+    Meta,
+)
+from openmsa.kernels.sm90.backward.context import Context, Maps  # noqa: E402
+
+__all__ = ["CHANNELS", "HALVES", "run"]
+
+CHANNELS = 64
+"""Channels of a box: 128 bytes, the span of a swizzle."""
+
+HALVES = HEAD_DIM // CHANNELS
+_LANES = 32
+_ROWS_BYTES = TILE_ROWS * HEAD_DIM * 2
+_BLOCK_BYTES = BLOCK * HEAD_DIM * 2
+_ROW_WORDS = CHANNELS * 2 // 4
+_LOG2E = math.log2(math.e)
+_NOTHING = float("-inf")
+
+
+@cute.jit
+def run(c: Context, maps: Maps, rows: Any, d_rows: Any, k: Any, v: Any) -> None:
+    """Fill the tiles. ``rows`` and ``d_rows`` are ``[channel, head, 1, slot, half, stage]`` of
+    shared memory, ``k`` and ``v`` ``[channel, key, 1, half]``."""
+    box = (CHANNELS, c.config.group, 1)
+    q_to, q_from = _partition(maps.q, rows, maps.q_at, box)
+    g_to, g_from = _partition(maps.d_out, d_rows, maps.d_out_at, box)
+    count = c.tensors.count[0]
+    task, coming = _ticket(c), _ticket(c)
+    tile, turn, landed = Int32(0), Int32(0), Int32(0)
+    while task < count:
+        head, row, edge, size = (c.tensors.tasks[task, i] for i in range(4))
+        start, keys, first = (c.tensors.blocks[row, i] for i in range(3))
+        lane = cute.arch.lane_idx()
+        query, visible = _edges(c, head, edge, size, lane, first, keys)
+        lse, delta = _scalars(c, query, head, 0)
+        for at in cutlass.range(0, size, c.config.queries, unroll=1):
+            stage, used = c.stage(tile)
+            c.wait_free(Barrier.Q_EMPTY, used, stage)
+            within = at % _LANES
+            _write(c, stage, query, visible, lse, delta, within)
+            _write_meta(c, stage, at, (head, row, size, start, keys), visible, within)
+            cute.arch.sync_warp()
+            _rows(c, maps.q, q_from, q_to, Barrier.Q_FULL, query, within, head, stage)
+            if at == 0:
+                c.wait_free(Barrier.KV_EMPTY, turn)
+                turn += 1
+                _block(c, maps.v, maps.v_at, v, Barrier.V_FULL, start, head)
+                if keys == BLOCK:
+                    _block(c, maps.k, maps.k_at, k, Barrier.K_FULL, start, head)
+                else:
+                    _block(c, maps.k, maps.k_at, k, Barrier.K_LANDED, start, head)
+                    c.wait(Barrier.K_LANDED, landed)
+                    landed += 1
+                    _clear(c, k, keys)
+            c.wait_free(Barrier.DO_EMPTY, used, stage)
+            _rows(c, maps.d_out, g_from, g_to, Barrier.DO_FULL, query, within, head, stage)
+            tile += 1
+            ahead = at + c.config.queries
+            if ahead < size:
+                if ahead % _LANES == 0:
+                    query, visible = _edges(c, head, edge + ahead, size - ahead, lane, first, keys)
+                lse, delta = _scalars(c, query, head, ahead % _LANES)
+        task, coming = coming, _ticket(c)
+    stage, used = c.stage(tile)
+    c.wait_free(Barrier.Q_EMPTY, used, stage)
+    ints = c.ints
+    with cute.arch.elect_one():
+        ints[stage, int(Meta.STOP)] = Int32(1)
+        cute.arch.mbarrier_arrive(c.barrier(Barrier.Q_FULL, stage))
+
+
+@cute.jit
+def _ticket(c: Context) -> Int32:
+    """A task of one's own; beyond the last one where there is none left."""
+    found = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        found = cute.arch.atomic_add(c.tensors.ticket.iterator, Int32(1), sem="relaxed", scope="gpu")
+    return cute.arch.shuffle_sync(found, 0)
+
+
+@cute.jit
+def _edges(
+    c: Context, head: Int32, edge: Int32, left: Int32, lane: Int32, first: Int32, keys: Int32
+) -> tuple[Int32, Int32]:
+    """The lane's query of the next 32 edges, -1 past the end, and how many keys it sees."""
+    query, visible = Int32(-1), Int32(BLOCK)
+    if lane < left:
+        query = c.tensors.queries[head, edge + lane]
+        visible = c.tensors.positions[query] - first + 1
+        if visible > keys:
+            visible = keys
+    return query, visible
+
+
+@cute.jit
+def _scalars(c: Context, query: Int32, head: Int32, within: Any) -> Any:
+    """lse and delta of the lane's rows: one in each 32 rows of the tile."""
+    lse = cute.make_rmem_tensor(TILE_ROWS // _LANES, Float32)
+    delta = cute.make_rmem_tensor(TILE_ROWS // _LANES, Float32)
+    group = c.config.group
+    for i in cutlass.range_constexpr(TILE_ROWS // _LANES):
+        at = i * _LANES + cute.arch.lane_idx()
+        of = cute.arch.shuffle_sync(query, within + at // group)
+        q_head = head * group + at % group
+        lse[i], delta[i] = Float32(-_NOTHING), Float32(0.0)
+        if of >= 0:
+            lse[i], delta[i] = c.tensors.lse[of, q_head], c.tensors.delta[of, q_head]
+    return (lse[0], lse[1]), (delta[0], delta[1])
+
+
+@cute.jit
+def _write(
+    c: Context, stage: Any, query: Int32, visible: Int32, lse: Any, delta: Any, within: Int32
+) -> None:
+    """A tile's scalars: what is added in the exponent and in dS, queries, visible keys."""
+    lane = cute.arch.lane_idx()
+    floats, ints = c.floats, c.ints
+    for i in cutlass.range_constexpr(TILE_ROWS // _LANES):
+        floats[stage, 0, i * _LANES + lane] = -lse[i] * Float32(_LOG2E)
+        floats[stage, 1, i * _LANES + lane] = -delta[i] * c.numbers.scale
+    slot = lane - within
+    if slot >= 0 and slot < c.config.queries:
+        ints[stage, c.query_at(slot)] = query
+        ints[stage, c.visible_at(slot)] = visible
+
+
+@cute.jit
+def _write_meta(
+    c: Context, stage: Any, at: Int32, task: Any, visible: Int32, within: Int32
+) -> None:
+    head, row, size, start, keys = task
+    slot = cute.arch.lane_idx() - within
+    short = slot >= 0 and slot < c.config.queries and visible < BLOCK
+    masked = cute.arch.vote_any_sync(short)
+    ints = c.ints
+    with cute.arch.elect_one():
+        ints[stage, int(Meta.STOP)] = Int32(0)
+        ints[stage, int(Meta.OPENS)] = Int32(at == 0)
+        ints[stage, int(Meta.CLOSES)] = Int32(at + c.config.queries >= size)
+        ints[stage, int(Meta.MASKED)] = Int32(masked)
+        ints[stage, int(Meta.HEAD)] = head
+        ints[stage, int(Meta.START)] = start
+        ints[stage, int(Meta.KEYS)] = keys
+        ints[stage, int(Meta.ROW)] = row
+
+
+@cute.jit
+def _partition(atom: Any, shared: Any, at: Any, box: Any) -> Any:
+    tiles = cute.local_tile(at, box, (None, None, None))
+    return cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 3), cute.group_modes(tiles, 0, 3)
+    )
+
+
+@cute.jit
+def _rows(
+    c: Context, atom: Any, source: Any, target: Any, full: Any, query: Int32, within: Int32,
+    head: Int32, stage: Any,
+) -> None:  # fmt: skip
+    barrier = c.barrier(full, stage)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, _ROWS_BYTES)
+    for slot in cutlass.range_constexpr(c.config.queries):
+        of = cute.arch.shuffle_sync(query, within + slot)
+        for half in cutlass.range_constexpr(HALVES):
+            cute.copy(
+                atom, source[None, half, head, of], target[None, slot, half, stage],
+                tma_bar_ptr=barrier,
+            )  # fmt: skip
+
+
+@cute.jit
+def _block(
+    c: Context, atom: Any, at: Any, shared: Any, full: Any, start: Int32, head: Int32
+) -> None:
+    barrier = c.barrier(full)
+    moved = cute.domain_offset((0, start, 0), at)
+    target, source = _partition(atom, shared, moved, (CHANNELS, BLOCK, 1))
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, _BLOCK_BYTES)
+    for half in cutlass.range_constexpr(HALVES):
+        cute.copy(atom, source[None, half, 0, head], target[None, half], tma_bar_ptr=barrier)
+
+
+@cute.jit
+def _clear(c: Context, k: Any, keys: Int32) -> None:
+    """Zero the rows past a short block: they hold other keys, or nothing, and whatever these are,
+    times a zero of dS, must add zero to dQ. A row is 128 bytes, within which swizzling permutes."""
+    words = cute.make_tensor(
+        cute.make_ptr(Int32, k.iterator.toint(), cute.AddressSpace.smem, assumed_align=128),
+        cute.make_layout((HALVES, BLOCK, _ROW_WORDS), stride=(BLOCK * _ROW_WORDS, _ROW_WORDS, 1)),
+    )
+    lane = cute.arch.lane_idx()
+    for key in cutlass.range(keys, BLOCK, unroll=1):
+        for half in cutlass.range_constexpr(HALVES):
+            words[half, key, lane] = 0
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(c.barrier(Barrier.K_FULL))

@@ -1,0 +1,133 @@
+"""A warp adds its sums to global memory: dQ of a tile, and dV and dK of a task.
+
+A warp has 16 rows (of dQ: heads of queries; of dV and dK: keys) and 64 channels of them at a time,
+which it writes to shared memory, 32 channels (128 bytes, swizzled) to a box, and hands to the copy
+engine, whose fp32 additions in the L2 cache nobody waits for.
+"""
+
+from __future__ import annotations
+
+from openmsa.kernels import require_cute_dsl
+
+require_cute_dsl()
+
+from typing import Any  # noqa: E402
+
+import cutlass  # noqa: E402
+import cutlass.cute as cute  # noqa: E402
+from cutlass import Float32, Int32  # noqa: E402
+from cutlass.cute.nvgpu import cpasync  # noqa: E402
+
+from openmsa.kernels.sm90.backward.config import HEAD_DIM, TILE_ROWS  # noqa: E402
+from openmsa.kernels.sm90.backward.context import Context, Maps  # noqa: E402
+
+__all__ = ["BOX", "WARP_ROWS", "add_block", "add_rows", "drain"]
+
+BOX = 32
+"""Channels of a box: 128 bytes of fp32, the span of a swizzle."""
+
+WARP_ROWS = 16
+_WIDE = 64  # channels of a warp's turn
+_BOXES = _WIDE // BOX
+_BOX_ROWS = TILE_ROWS  # rows of a warpgroup: a box of shared memory
+
+
+@cute.jit
+def add_rows(
+    c: Context, maps: Maps, shared: Any, thread: Int32, stage: Any, head: Int32, dq: Any
+) -> None:
+    """dQ of the warp's rows and of the warpgroup's 64 channels."""
+    half = cute.arch.make_warp_uniform(thread // 128)
+    warp = cute.arch.make_warp_uniform(thread % 128 // 32)
+    heads = c.config.heads
+    _begin()
+    _write(shared, thread, dq, 0, None)
+    tiles = cute.local_tile(maps.dq_at, (BOX, heads, 1), (None, None, None))
+    for piece in cutlass.range_constexpr(WARP_ROWS // heads):
+        row = warp * WARP_ROWS + piece * heads
+        query = c.ints[stage, c.query_at(row // c.config.group)]
+        if query >= 0:
+            for box in cutlass.range_constexpr(_BOXES):
+                at = (head * c.config.group + row % c.config.group) // heads
+                _add(
+                    maps.dq,
+                    _box(shared, half, box, row, heads),
+                    tiles[None, None, None, half * _BOXES + box, at, query],
+                )
+    cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def add_block(
+    c: Context, atom: Any, at: Any, shared: Any, thread: Int32, head: Int32, start: Int32,
+    keys: Int32, total: Any,
+) -> None:  # fmt: skip
+    """dV or dK of the warp's 16 keys; those past a short block add zero to what lies there."""
+    half = cute.arch.make_warp_uniform(thread // 128)
+    warp = cute.arch.make_warp_uniform(thread % 128 // 32)
+    first = half * TILE_ROWS + warp * WARP_ROWS
+    moved = cute.domain_offset((0, start + first, 0), at)
+    tiles = cute.local_tile(moved, (BOX, WARP_ROWS, 1), (None, None, None))
+    for turn in cutlass.range_constexpr(HEAD_DIM // _WIDE):
+        _begin()
+        _write(shared, thread, total, turn * _WIDE, keys - first)
+        if first < keys:
+            for box in cutlass.range_constexpr(_BOXES):
+                _add(
+                    atom,
+                    _box(shared, half, box, warp * WARP_ROWS, WARP_ROWS),
+                    tiles[None, None, None, turn * _BOXES + box, 0, head],
+                )
+        cute.arch.cp_async_bulk_commit_group()
+
+
+def drain() -> None:
+    """Until everything that the warp has handed over is in memory."""
+    cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def _begin() -> None:
+    """Until the warp's shared memory has been read."""
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def _write(shared: Any, thread: Int32, values: Any, first: Any, live: Any) -> None:
+    """64 channels from ``first`` on to shared memory; rows from ``live`` on, if it is not None, are
+    zero. A thread's two rows are 8 apart, and it has two neighbouring channels of every eight."""
+    half, warp, lane = thread // 128, thread % 128 // 32, thread % 32
+    row, pair = lane // 4, lane % 4
+    base = shared + (half * _BOXES * _BOX_ROWS + warp * WARP_ROWS + row) * BOX
+    for eight in cutlass.range_constexpr(_WIDE // 8):
+        # Swizzled: 16 bytes change places within a row's 128 by the row's last three bits.
+        at = (eight % 4 * 2 + pair // 2) ^ row
+        to = base + (at * 4 + pair % 2 * 2 + eight // 4 * (_BOX_ROWS * BOX))
+        for lower in cutlass.range_constexpr(2):
+            two = cute.make_rmem_tensor(2, Float32)
+            for i in cutlass.range_constexpr(2):
+                value = values[first // 2 + eight * 4 + lower * 2 + i]
+                two[i] = value
+                if cutlass.const_expr(live is not None):
+                    if row + lower * 8 >= live:
+                        two[i] = Float32(0.0)
+            target = cute.make_tensor((to + lower * 8 * BOX).align(8), cute.make_layout(2))
+            cute.autovec_copy(two, target)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+
+
+def _box(shared: Any, half: Any, box: Any, row: Any, rows: int) -> Any:
+    """``[channel, row, 1]`` of shared memory."""
+    at = shared + ((half * _BOXES + box) * _BOX_ROWS + row) * BOX
+    layout = cute.make_layout((BOX, rows, 1), stride=(1, BOX, 0))
+    return cute.make_tensor(cute.recast_ptr(at.align(128), cute.make_swizzle(3, 4, 3)), layout)
+
+
+@cute.jit
+def _add(atom: Any, shared: Any, tile: Any) -> None:
+    source, target = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 3), cute.group_modes(tile, 0, 3)
+    )
+    cute.copy(atom, source, target)

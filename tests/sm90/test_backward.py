@@ -1,0 +1,58 @@
+"""The whole backward, simulated from the PTX that ships, against float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from sm100.problems import problem
+
+from openmsa.testing import assert_ok, poisoned_memory
+
+
+def gradients(found, *, deterministic=False, window=512):
+    """The four stages, as the pipeline calls them, on memory full of NaN."""
+    return backward(
+        found, found.saved(), found.inputs.d_out, found.inputs.d_lse, deterministic, window
+    )
+
+
+def backward(found, saved, d_out, d_lse, deterministic, window):
+    from openmsa.kernels.sm90 import task_build
+    from openmsa.kernels.sm90.backward import launch
+    from openmsa.kernels.sm100 import backward_postprocess, backward_preprocess
+
+    layout = found.docs.layout
+    with poisoned_memory():
+        delta = backward_preprocess.backward_preprocess(saved.out, d_out, saved.lse, d_lse)
+        tasks = task_build.task_build(saved.schedule, found.group, layout.num_queries, window)
+        sums = launch.backward(
+            d_out, delta, saved, tasks, layout, found.config(deterministic), (True, True)
+        )
+        rounded = backward_postprocess.backward_postprocess(*sums, saved.q.dtype)
+    return SimpleNamespace(dq=rounded[0], dk=rounded[1], dv=rounded[2], sums=sums)
+
+
+def check(found, result):
+    for name in ("dq", "dk", "dv"):
+        assert_ok(found.truth.quantities[name].compare(getattr(result, name)))
+    for name, zero in found.truth.must_be_zero().items():
+        if hasattr(result, name):
+            assert not bool(getattr(result, name)[zero].any()), name
+
+
+def relative(found, result):
+    """L2 error of dq, dk and dv, relative to the truth's norm, of the fp32 sums."""
+    errors = {}
+    for name, value in zip(("dq", "dk", "dv"), result.sums, strict=True):
+        exact = found.truth.quantities[name].exact
+        errors[name] = float((value.double() - exact).norm() / exact.norm())
+    return errors
+
+
+def test_packed_ragged_and_one_token_documents(simulated):
+    found = problem([127, 129, 1, 2, 3, 5, 128])
+    result = gradients(found)
+    print(relative(found, result))
+    check(found, result)
+    assert max(relative(found, result).values()) < 0.007 / 2
+    assert any("wgmma.mma_async" in launch.ptx for launch in simulated.launches)
