@@ -48,98 +48,108 @@ _PIECES = TILE_ROWS // 8
 
 @cute.jit
 def run(c: Context, maps: Maps, tiles: Tiles) -> None:
-    """All tiles of the thread block, until the loader says stop."""
+    """All tasks of the thread block, until the loader says that there are no more."""
     thread = cute.arch.thread_idx()[0]
-    dk = _zeros((BLOCK, HEAD_DIM), forms.sums(c.dtype))
-    dv = _zeros((BLOCK, HEAD_DIM), forms.sums(c.dtype))
+    dk, dv = (_sums(forms.sums(c.dtype), (BLOCK, HEAD_DIM)) for _ in range(2))
+    s = _sums(forms.scores(c.dtype), (BLOCK, TILE_ROWS))
     tile, turn = Int32(0), Int32(0)
     c.wait(Barrier.Q_FULL, 0, 0)
-    going = c.meta(0, Meta.STOP) == 0
-    while going:
+    left = c.meta(0, Meta.TILES)
+    while left > 0:
         stage, used = c.stage(tile)
-        if c.meta(stage, Meta.OPENS) != 0:
-            dk.fill(0.0)
-            dv.fill(0.0)
-            c.wait(Barrier.K_FULL, turn)
-            c.wait(Barrier.V_FULL, turn)
-        dq = _tile(c, tiles, thread, stage, used, tile, dk, dv)
-        closes = c.meta(stage, Meta.CLOSES)
         head, start, keys = (c.meta(stage, at) for at in (Meta.HEAD, Meta.START, Meta.KEYS))
-        store.add_rows(c, maps, tiles.dq, thread, stage, head, dq)
+        dk.fill(0.0)
+        dv.fill(0.0)
+        c.wait(Barrier.K_FULL, turn)
+        _scores(c, tiles, thread, stage, s)
         warpgroup.wait_group(0)
-        arrive_warp(c.barrier(Barrier.Q_EMPTY, stage))
-        if closes != 0:
-            arrive_warp(c.barrier(Barrier.KV_EMPTY))
-            turn += 1
-            store.add_block(c, maps.dv, maps.dv_at, tiles.dq, thread, head, start, keys, dv)
-            store.add_block(c, maps.dk, maps.dk_at, tiles.dq, thread, head, start, keys, dk)
+        c.wait(Barrier.V_FULL, turn)
+        for _ in cutlass.range(left - 1, unroll=1):
+            _tile(c, maps, tiles, thread, tile, (s, dk, dv), last=False)
+            tile += 1
+        _tile(c, maps, tiles, thread, tile, (s, dk, dv), last=True)
         tile += 1
+        arrive_warp(c.barrier(Barrier.KV_EMPTY))
+        turn += 1
+        store.add_block(c, maps.dv, maps.dv_at, tiles.dq, thread, head, start, keys, dv)
+        store.add_block(c, maps.dk, maps.dk_at, tiles.dq, thread, head, start, keys, dk)
         stage, used = c.stage(tile)
         c.wait(Barrier.Q_FULL, used, stage)
-        going = c.meta(stage, Meta.STOP) == 0
+        left = c.meta(stage, Meta.TILES)
     store.drain()
 
 
 @cute.jit
-def _tile(
-    c: Context, tiles: Tiles, thread: Int32, stage: Any, used: Any, tile: Int32, dk: Any, dv: Any
-) -> Any:
-    """One tile; leaves with its dQ, while dK is still being summed."""
-    scores, sums, parts = forms.scores(c.dtype), forms.sums(c.dtype), forms.parts(c.dtype)
-    mine = scores.get_slice(thread)
+def _scores(c: Context, tiles: Tiles, thread: Int32, stage: Any, s: Any) -> None:
+    """Issue S^T of the tile in ``stage``."""
+    form = forms.scores(c.dtype)
+    mine = form.get_slice(thread)
     k = mine.make_fragment_A(mine.partition_A(_last(forms.block(c.dtype, tiles.k), 0)))
-    v = mine.make_fragment_A(mine.partition_A(_last(forms.block(c.dtype, tiles.v), 0)))
     q = mine.make_fragment_B(mine.partition_B(_last(forms.rows(c.dtype, tiles.q), stage)))
+    forms.multiply(form, k, q, s, adds=False)
+
+
+@cute.jit
+def _tile(
+    c: Context, maps: Maps, tiles: Tiles, thread: Int32, tile: Int32, sums: Any, last: bool
+) -> None:
+    """One tile, whose S is on its way in ``sums``; leaves with the next one's, if it is not the
+    ``last`` of its task. Products are issued before what they do not wait for: dP before P, dV
+    before dS, the next S before dQ is stored."""
+    s, dk, dv = sums
+    stage, used = c.stage(tile)
+    scores, adds = forms.scores(c.dtype), forms.sums(c.dtype)
+    mine, columns = scores.get_slice(thread), adds.get_slice(thread)
+    v = mine.make_fragment_A(mine.partition_A(_last(forms.block(c.dtype, tiles.v), 0)))
     g = mine.make_fragment_B(mine.partition_B(_last(forms.rows(c.dtype, tiles.d_out), stage)))
-    p = cute.make_rmem_tensor(scores.partition_shape_C((BLOCK, TILE_ROWS)), Float32)
-    d_p = cute.make_rmem_tensor(scores.partition_shape_C((BLOCK, TILE_ROWS)), Float32)
-    forms.multiply(scores, k, q, p, adds=False)
+    d_p = _sums(scores, (BLOCK, TILE_ROWS))
     c.wait(Barrier.DO_FULL, used, stage)
     forms.multiply(scores, v, g, d_p, adds=False)
-    warpgroup.wait_group(1)
     masked = c.meta(stage, Meta.MASKED)
-    _probabilities(c, p, stage, thread, masked)
-
-    columns = sums.get_slice(thread)
-    q_columns = _last(forms.columns(c.dtype, tiles.q), stage)
-    g_columns = _last(forms.columns(c.dtype, tiles.d_out), stage)
-    q_columns = columns.make_fragment_B(columns.partition_B(q_columns))
-    g_columns = columns.make_fragment_B(columns.partition_B(g_columns))
-    p_rounded = _rounded(c, p, sums)
+    _probabilities(c, s, stage, thread, masked)
+    p = _rounded(c, s, adds)
     warpgroup.wait_group(0)
-    forms.multiply(sums, p_rounded, g_columns, dv, adds=True)
-    _gradients(c, p, d_p, stage, thread, masked)
-    ds = _rounded(c, d_p, sums)
+    g_columns = columns.partition_B(_last(forms.columns(c.dtype, tiles.d_out), stage))
+    forms.multiply(adds, p, columns.make_fragment_B(g_columns), dv, adds=True)
+    _gradients(c, s, d_p, stage, thread, masked)
+    warpgroup.wait_group(0)
+    ds = _rounded(c, d_p, adds)
     buffer = tile % 2
     _write_ds(c, scores, tiles, ds, thread, buffer)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=_DS_WRITTEN, number_of_threads=_THREADS)
 
+    parts = forms.parts(c.dtype)
     half = parts.get_slice(thread)
-    ds_columns = _last(forms.ds_columns(c.dtype, tiles.ds), buffer)
-    k_columns = _last(forms.block_columns(c.dtype, tiles.k), 0)
-    dq = cute.make_rmem_tensor(parts.partition_shape_C((TILE_ROWS, HEAD_DIM)), Float32)
+    ds_columns = half.partition_A(_last(forms.ds_columns(c.dtype, tiles.ds), buffer))
+    k_columns = half.partition_B(_last(forms.block_columns(c.dtype, tiles.k), 0))
+    dq = _sums(parts, (TILE_ROWS, HEAD_DIM))
     forms.multiply(
-        parts,
-        half.make_fragment_A(half.partition_A(ds_columns)),
-        half.make_fragment_B(half.partition_B(k_columns)),
-        dq,
-        adds=False,
+        parts, half.make_fragment_A(ds_columns), half.make_fragment_B(k_columns), dq, adds=False
     )
-    forms.multiply(sums, ds, q_columns, dk, adds=True)
     warpgroup.wait_group(1)
     arrive_warp(c.barrier(Barrier.DO_EMPTY, stage))
-    return dq
+    q_columns = columns.partition_B(_last(forms.columns(c.dtype, tiles.q), stage))
+    forms.multiply(adds, ds, columns.make_fragment_B(q_columns), dk, adds=True)
+    if cutlass.const_expr(last):
+        warpgroup.wait_group(1)
+    else:
+        following, before = c.stage(tile + 1)
+        c.wait(Barrier.Q_FULL, before, following)
+        _scores(c, tiles, thread, following, s)
+        warpgroup.wait_group(2)
+    store.add_rows(c, maps, tiles.dq, thread, stage, dq)
+    warpgroup.wait_group(0)
+    arrive_warp(c.barrier(Barrier.Q_EMPTY, stage))
+
+
+def _sums(form: Any, shape: Any) -> Any:
+    """The thread's registers for a product of ``shape``."""
+    return cute.make_rmem_tensor(form.partition_shape_C(shape), Float32)
 
 
 def _last(x: Any, at: Any) -> Any:
     return x[None, None, at]
-
-
-def _zeros(shape: Any, form: Any) -> Any:
-    found = cute.make_rmem_tensor(form.partition_shape_C(shape), Float32)
-    found.fill(0.0)
-    return found
 
 
 @cute.jit

@@ -31,13 +31,13 @@ __all__ = [
 BLOCK = 128
 HEAD_DIM = 128
 TILE_ROWS = 64
-STAGES = 2
+STAGES = 3
 CONSUMERS = 2  # warpgroups
 CHUNK = 256
 """Queries of a task: a thread block's dk and dv are added up once a task."""
 
 _WARPS = 4  # of a warpgroup
-REGISTERS = {"consumers": 232, "producer": 40}
+REGISTERS = {"consumers": 240, "producer": 24}
 
 
 def window_of(num_queries: int) -> int:
@@ -80,15 +80,13 @@ def arrivals(index: int) -> int:
 class Meta(IntEnum):
     """Integers of a tile: what the loader tells the consumers."""
 
-    STOP = 0
-    OPENS = 1
-    CLOSES = 2
-    MASKED = 3
-    HEAD = 4
-    START = 5
-    KEYS = 6
-    ROW = 7
-    COUNT = 8
+    TILES = 0  # of the task; 0 for no more tasks
+    MASKED = 1
+    HEAD = 2
+    ROW = 3
+    START = 4
+    KEYS = 5
+    COUNT = 6
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def run(c: Context, maps: Maps, rows: Any, d_rows: Any, k: Any, v: Any) -> None:
             c.wait_free(Barrier.Q_EMPTY, used, stage)
             within = at % _LANES
             _write(c, stage, query, visible, lse, delta, within)
-            _write_meta(c, stage, at, (head, row, size, start, keys), visible, within)
+            _write_meta(c, stage, (head, row, size, start, keys), visible, within)
             cute.arch.sync_warp()
             _rows(c, maps.q, q_from, q_to, Barrier.Q_FULL, query, within, head, stage)
             if at == 0:
@@ -91,7 +91,7 @@ def run(c: Context, maps: Maps, rows: Any, d_rows: Any, k: Any, v: Any) -> None:
     c.wait_free(Barrier.Q_EMPTY, used, stage)
     ints = c.ints
     with cute.arch.elect_one():
-        ints[stage, int(Meta.STOP)] = Int32(1)
+        ints[stage, int(Meta.TILES)] = Int32(0)
         cute.arch.mbarrier_arrive(c.barrier(Barrier.Q_FULL, stage))
 
 
@@ -152,7 +152,7 @@ def _write(
 
 @cute.jit
 def _write_meta(
-    c: Context, stage: Any, at: Int32, task: Any, visible: Int32, within: Int32
+    c: Context, stage: Any, task: Any, visible: Int32, within: Int32
 ) -> None:
     head, row, size, start, keys = task
     slot = cute.arch.lane_idx() - within
@@ -160,9 +160,7 @@ def _write_meta(
     masked = cute.arch.vote_any_sync(short)
     ints = c.ints
     with cute.arch.elect_one():
-        ints[stage, int(Meta.STOP)] = Int32(0)
-        ints[stage, int(Meta.OPENS)] = Int32(at == 0)
-        ints[stage, int(Meta.CLOSES)] = Int32(at + c.config.queries >= size)
+        ints[stage, int(Meta.TILES)] = (size + c.config.queries - 1) // c.config.queries
         ints[stage, int(Meta.MASKED)] = Int32(masked)
         ints[stage, int(Meta.HEAD)] = head
         ints[stage, int(Meta.START)] = start

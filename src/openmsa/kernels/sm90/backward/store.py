@@ -18,7 +18,7 @@ import cutlass.cute as cute  # noqa: E402
 from cutlass import Float32, Int32  # noqa: E402
 from cutlass.cute.nvgpu import cpasync  # noqa: E402
 
-from openmsa.kernels.sm90.backward.config import HEAD_DIM, TILE_ROWS  # noqa: E402
+from openmsa.kernels.sm90.backward.config import HEAD_DIM, TILE_ROWS, Meta  # noqa: E402
 from openmsa.kernels.sm90.backward.context import Context, Maps  # noqa: E402
 
 __all__ = ["BOX", "WARP_ROWS", "add_block", "add_rows", "drain"]
@@ -34,9 +34,10 @@ _BOX_ROWS = TILE_ROWS  # rows of a warpgroup: a box of shared memory
 
 @cute.jit
 def add_rows(
-    c: Context, maps: Maps, shared: Any, thread: Int32, stage: Any, head: Int32, dq: Any
+    c: Context, maps: Maps, shared: Any, thread: Int32, stage: Any, dq: Any
 ) -> None:
     """dQ of the warp's rows and of the warpgroup's 64 channels."""
+    head = c.meta(stage, Meta.HEAD)
     half = cute.arch.make_warp_uniform(thread // 128)
     warp = cute.arch.make_warp_uniform(thread % 128 // 32)
     heads = c.config.heads
