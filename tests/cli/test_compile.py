@@ -19,6 +19,7 @@ from openmsa.errors import UnavailableError, UnsupportedProblem
 from openmsa.kernels import catalogue
 from openmsa.kernels.build import Build, Roofline
 from openmsa.kernels.common import cache
+from openmsa.kernels.common.device import ARCHITECTURES
 
 PTX = """
 .version 8.7
@@ -69,7 +70,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[Build]:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, launch.__name__, launch)
     monkeypatch.setitem(catalogue.MODULES, "sm_100a", (launch.__name__,))
-    monkeypatch.setattr(catalogue, "ROOFLINES", {"first": launch.__name__})
+    monkeypatch.setattr(catalogue, "ROOFLINES", {("sm_100a", "first"): launch.__name__})
     monkeypatch.setattr(catalogue, "require_cute_dsl", lambda: None)
     return asked
 
@@ -150,15 +151,53 @@ def test_a_result_that_cannot_be_written_is_a_usage_error(
 def test_an_arch_without_kernels_lists_those_that_have_some(
     compiler: list[Build], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arch in ("sm_90a", "sm_80"):
-        if catalogue.MODULES.get(arch):
-            continue
+    for arch in ("sm_80", "sm_100", "sm_100A", ""):
         assert main(["compile", "--arch", arch]) == 1
         said = capsys.readouterr().err
         assert f"openmsa compile: no kernel is written in the CuTe DSL for {arch}; " in said
-        assert "sm_100a" in said
-    with pytest.raises(UnsupportedProblem):
-        catalogue.builds("sm_80")
+        assert said.strip().endswith(", ".join(catalogue.MODULES))
+        with pytest.raises(UnsupportedProblem):
+            catalogue.builds(arch)
+    assert compiler == []
+
+
+def test_the_help_lists_the_architectures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", "--help"]) == 0
+    assert f"of {', '.join(catalogue.MODULES)}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_every_architecture_has_kernels_of_its_own_name() -> None:
+    for arch, modules in catalogue.MODULES.items():
+        assert arch in ARCHITECTURES.values()
+        assert len(modules) == len(set(modules)) > 0
+    for arch, _ in catalogue.ROOFLINES:
+        assert arch in catalogue.MODULES
+
+
+def test_a_kernel_of_the_same_name_elsewhere_has_its_own_roofline() -> None:
+    """Hopper's backward is not costed with Blackwell's pipes."""
+    build = Build("backward", "sm_nowhere", (), lambda: (None, ()))
+    assert catalogue.roofline(build) is None
+
+
+def test_several_kernels_are_compiled_in_the_catalogues_order(
+    compiler: list[Build], capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = ["--kernel", "second", "--kernel", "first-ordered", "--kernel", "first-ordered"]
+    assert main(["compile", "--arch", "sm_100a", *named]) == 0
+    assert compiler == list(BUILDS[1:])
+    compiler.clear()
+    assert main(["compile", "--arch", "sm_100a", "--kernel", "first", "--kernel", "second"]) == 0
+    assert compiler == list(BUILDS)
+
+
+def test_one_unknown_kernel_among_several_is_refused_before_the_work(
+    compiler: list[Build], capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = ["--kernel", "first", "--kernel", "third"]
+    assert main(["compile", "--arch", "sm_100a", *named]) == 1
+    assert "no kernel 'third' for sm_100a; there are first" in capsys.readouterr().err
+    assert compiler == []
 
 
 def test_an_unknown_kernel_lists_those_there_are(

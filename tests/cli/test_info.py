@@ -30,9 +30,11 @@ def test_json_lists_every_stage_of_every_backend(capsys: pytest.CaptureFixture[s
     assert found["torch"] == torch.__version__
     assert found["cpu"]["threads"] == torch.get_num_threads()
     for row in found["stages"]:
-        cell = TABLE[row["backend"]][row["stage"]]
-        expected = "fused" if cell.fused else cell.evidence if cell.launcher else "none"
-        assert row["status"] == expected
+        cells = TABLE[row["backend"]][row["stage"]].families
+        assert len(row["cells"]) == len(cells)
+        for told, cell in zip(row["cells"], cells, strict=True):
+            expected = "fused" if cell.fused else cell.evidence if cell.launcher else "none"
+            assert told == {"status": expected, "where": cell.where, "inside": cell.fused}
         assert ("cpu" in row["runs_on"]) == (not row["reasons"]["cpu"])
         if row["backend"] == "reference":
             assert "cpu" in row["runs_on"]
@@ -121,3 +123,66 @@ def test_each_cuda_device_is_described_and_asked(
     assert "shared memory: needs 1048576 bytes per thread block, the device has 232448" in shown
     assert "cute       does not run: not shipped" in shown
     assert "CUDA      none" not in shown
+
+
+HOPPER = DeviceFacts("cuda", "NVIDIA H200", (9, 0), 132, 232_448)
+B200 = DeviceFacts("cuda", "NVIDIA B200", (10, 0), 148, 232_448)
+NEITHER = "this version ships no CuTe DSL kernel for it"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "triton", "cute_dsl", "auto", "verdict"),
+    [
+        (HOPPER, "3.6.0", "4.6.2", "cute", f"runs attention, not select: {NEITHER}"),
+        (B200, "3.6.0", "4.6.2", "triton", f"runs attention, not select: {NEITHER}"),
+        (
+            HOPPER,
+            "3.6.0",
+            None,
+            "triton",
+            f"does not run: {NEITHER} [block_scores, select_blocks]; toolchain: needs cute_dsl, "
+            "which is not installed [forward, backward_preprocess, task_build, backward, "
+            'backward_postprocess]; pip install "openmsa[cute]"',
+        ),
+        (
+            B200,
+            None,
+            "4.6.2",
+            "reference",
+            f"does not run: {NEITHER} [block_scores, select_blocks]; toolchain: needs triton, "
+            'which is not installed [key_schedule, forward]; pip install "openmsa[triton]"',
+        ),
+    ],
+    ids=["hopper", "blackwell", "hopper-no-dsl", "blackwell-no-triton"],
+)
+@pytest.mark.filterwarnings("ignore:openmsa. backend")
+def test_each_device_hears_of_its_own_family(
+    gpu: DeviceFacts,
+    triton: str | None,
+    cute_dsl: str | None,
+    auto: str,
+    verdict: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The table that ships, on a machine with one GPU; both families stand in the matrix."""
+    tools = Toolchain("3.11", str(torch.__version__), triton, cute_dsl)
+    facts = {"cpu": FACTS["cpu"], "cuda": gpu}
+
+    def choose(problem: Problem) -> Plan:
+        return choose_with(problem, "auto", facts[problem.device.type], tools)
+
+    monkeypatch.setattr(info, "toolchain", lambda: tools)
+    monkeypatch.setattr(info, "device_facts", lambda device: facts[device.type])
+    monkeypatch.setattr(info, "choose", choose)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    memory = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    assert main(["info"]) == 0
+    shown = capsys.readouterr().out
+    assert f"cuda:0: auto takes {auto!r} for attention" in shown
+    _, _, of_gpu = shown.partition("cuda:0: auto takes")
+    (line,) = [line for line in of_gpu.splitlines() if line.startswith("  cute ")]
+    assert line == f"  cute       {verdict}"
+    assert "ran (H200), simulated (10.0, 10.3)" in shown

@@ -12,7 +12,7 @@ import openmsa
 from openmsa import Documents, InvalidInput, Selection, UnsupportedProblem
 from openmsa.dispatch import choose as dispatch
 from openmsa.dispatch.choose import choose, choose_with, supports
-from openmsa.dispatch.support import Offer
+from openmsa.dispatch.support import Offer, support
 from openmsa.dispatch.table import ORDER, STAGES, TABLE, Cell, launcher
 
 from .fakes import (
@@ -26,6 +26,7 @@ from .fakes import (
     CUTE,
     DEVICES,
     H200,
+    HOPPER,
     PORTABLE,
     PROBLEMS,
     SELECT,
@@ -43,6 +44,11 @@ def able(problem, facts, tools):
     ]
 
 
+def has_run(name, problem, facts, tools):
+    cells = choose_with(problem, name, facts, tools).cells
+    return {cell.evidence for _, cell in cells if cell.launcher} == {"ran"}
+
+
 @pytest.mark.parametrize("work", PROBLEMS)
 @pytest.mark.parametrize("tools", TOOLS.values(), ids=TOOLS)
 @pytest.mark.parametrize("facts", DEVICES.values(), ids=DEVICES)
@@ -54,14 +60,17 @@ def test_auto_takes_the_first_supported_row(facts, tools, work):
     assert names, "the reference does anything"
     plan = choose_with(problem, "auto", facts, tools)
     assert plan.backend in names
-    ran = [
-        name
-        for name in names
-        if {TABLE[name][s].evidence for s in STAGES[work] if TABLE[name][s].launcher} == {"ran"}
-    ]
+    ran = [name for name in names if has_run(name, problem, facts, tools)]
     assert plan.backend == (ran or names)[0]
     assert tuple(stage for stage, _ in plan.cells) == STAGES[work]
-    assert all(cell is TABLE[plan.backend][stage] for stage, cell in plan.cells)
+    for stage, cell in plan.cells:
+        accepting = [
+            one
+            for one in TABLE[plan.backend][stage].families
+            if one.fused or support(problem, one.offer, facts, tools).ok
+        ]
+        assert cell == accepting[0], "the first family that accepts"
+        assert not cell.others, "a plan has one cell a stage"
 
 
 @pytest.mark.parametrize("work", PROBLEMS)
@@ -212,6 +221,99 @@ def test_a_row_may_borrow_anothers_stage(monkeypatch):
     monkeypatch.setitem(TABLE, "triton", row(PORTABLE, key_schedule=borrowed))
     plan = choose_with(ATTENTION, "triton", A100, TRITON)
     assert plan.stage("key_schedule") is launcher("openmsa.reference.schedule:key_schedule")
+
+
+def two_families(monkeypatch, **odd):
+    """CuTe for Hopper, which ran, and for Blackwell, which did not; Triton for any GPU."""
+    hopper = Cell("math:sqrt", HOPPER, "ran", "H200")
+    blackwell = Cell("math:cos", BLACKWELL, "simulated", "10.0")
+    cells = dict.fromkeys(sum(STAGES.values(), ()), hopper | blackwell)
+    monkeypatch.setitem(TABLE, "cute", cells | odd)
+    monkeypatch.setitem(TABLE, "triton", row(PORTABLE))
+    return hopper, blackwell
+
+
+@pytest.mark.parametrize("work", PROBLEMS)
+def test_each_family_of_devices_gets_its_own_cells(work, monkeypatch):
+    hopper, blackwell = two_families(monkeypatch)
+    for facts, cell, function in ((H200, hopper, "sqrt"), (B200, blackwell, "cos")):
+        plan = choose_with(PROBLEMS[work], "cute", facts, CUTE)
+        assert {found for _, found in plan.cells} == {cell}
+        stage = plan.stage(STAGES[work][-1])
+        assert stage is launcher(f"math:{function}")
+
+
+def test_a_family_is_taken_for_its_own_evidence(monkeypatch):
+    """That Hopper's cells ran says nothing about Blackwell's."""
+    two_families(monkeypatch)
+    assert choose_with(ATTENTION, "auto", H200, BOTH).backend == "cute"
+    assert choose_with(ATTENTION, "auto", B200, BOTH).backend == "triton"
+
+
+def test_a_family_that_lacks_is_refused_for_its_own_reasons(monkeypatch):
+    """Only those of the cells that are for such a device; the toolchain's too."""
+    two_families(monkeypatch)
+    many = dataclasses.replace(ATTENTION, topk=65)
+    for problem, facts, tools, reason in (
+        (ATTENTION, H200, TRITON, "toolchain: needs cute_dsl, which is not installed"),
+        (many, B200, CUTE, "topk: needs 65, offers 1..64"),
+    ):
+        for answer in supports("cute", problem, facts, tools).values():
+            assert answer.reasons == (reason,)
+
+
+def test_a_device_of_no_family_is_told_all_of_them_once(monkeypatch):
+    two_families(monkeypatch)
+    for answer in supports("cute", ATTENTION, A100, TRITON).values():
+        assert answer.reasons == (
+            "compute capability: needs (8, 0), offers (9, 0) to (9, 0)",
+            "compute capability: needs (8, 0), offers (10, 0) to (10, 3)",
+            "toolchain: needs cute_dsl, which is not installed",
+        )
+    with pytest.raises(UnsupportedProblem) as error:
+        choose_with(ATTENTION, "cute", CPU, CUTE)
+    assert str(error.value).count("device: needs cpu, offers cuda") == 1
+
+
+def test_of_two_cells_for_a_device_the_first_that_accepts_is_taken(monkeypatch):
+    """And where none does, the first one speaks."""
+    narrow = Cell("math:sqrt", dataclasses.replace(HOPPER, topks=range(1, 9)), "ran", "H200")
+    wide = Cell("math:cos", HOPPER, "ran", "H200")
+    two_families(monkeypatch, forward=narrow | wide)
+    for topk, expected in ((8, narrow), (16, wide)):
+        problem = dataclasses.replace(ATTENTION, topk=topk)
+        plan = choose_with(problem, "cute", H200, CUTE)
+        assert dict(plan.cells)["forward"] == expected
+    answer = supports("cute", dataclasses.replace(ATTENTION, topk=65), H200, CUTE)["forward"]
+    assert answer.reasons == ("topk: needs 65, offers 1..8",)
+
+
+def test_a_family_may_fuse_or_lack_what_another_has(monkeypatch):
+    here = dataclasses.replace(HOPPER, package=None)
+    two = Cell("math:cos", BLACKWELL, "ran", "10.0")
+    cells = {
+        "task_build": Cell(fused="backward", offer=here) | two,
+        "block_scores": two | Cell(reason="nobody wrote it"),
+    }
+    two_families(monkeypatch, **cells)
+    assert choose_with(ATTENTION, "cute", H200, CUTE).stage("task_build") is None
+    assert choose_with(ATTENTION, "cute", B200, CUTE).stage("task_build") is launcher("math:cos")
+    assert choose_with(SELECT, "cute", B200, CUTE).backend == "cute"
+    assert supports("cute", SELECT, H200, CUTE)["block_scores"].reasons == ("nobody wrote it",)
+
+
+def test_a_fused_stage_of_another_family_is_not_there(monkeypatch):
+    odd = Cell(fused="backward", offer=dataclasses.replace(HOPPER, package=None))
+    two_families(monkeypatch, task_build=odd)
+    with pytest.raises(UnsupportedProblem, match=r"compute capability: .*\[task_build\]"):
+        choose_with(ATTENTION, "cute", B200, CUTE)
+
+
+def test_families_are_joined_in_order():
+    one, two, three = (Cell(f"math:{name}") for name in ("sqrt", "cos", "sin"))
+    assert one.families == (one,)
+    for cell in ((one | two) | three, one | (two | three)):
+        assert cell.families == (one, two, three)
 
 
 def test_nobody_at_all(monkeypatch):

@@ -11,16 +11,21 @@ import openmsa
 from openmsa import Documents, Selection
 from openmsa.dispatch import choose as dispatch
 from openmsa.dispatch.choose import choose_with, explain, supports
-from openmsa.dispatch.support import Offer
+from openmsa.dispatch.support import Offer, support
 from openmsa.dispatch.table import ORDER, STAGES, TABLE
 
 from .fakes import (
     A100,
     ATTENTION,
+    B200,
     BARE,
     BOTH,
+    CUTE,
     DEVICES,
+    H200,
     PROBLEMS,
+    RTX5090,
+    TRITON,
     row,
 )
 
@@ -45,14 +50,45 @@ def test_explain_mentions_every_stage_of_every_backend(facts, work, monkeypatch)
         for stage, answer in supports(name, problem, facts, BARE).items():
             (line,) = [row for row in rows if name in row.split() and stage in row.split()[:3]]
             assert line.strip().startswith("->") == (name == plan.backend)
-            cell = TABLE[name][stage]
-            if cell.fused:
-                assert f"done inside {cell.fused}" in line
+            cells = TABLE[name][stage].families
+            if cells[0].fused:
+                assert f"done inside {cells[0].fused}" in line
             elif answer.ok:
-                assert f"yes ({cell.evidence}" in line
+                taken = [c for c in cells if support(problem, c.offer, facts, BARE).ok]
+                assert f"yes ({taken[0].evidence}: {taken[0].where})" in line
             else:
                 assert all(reason in line for reason in answer.reasons)
     assert len(rows) == len(ORDER) * len(STAGES[work])
+
+
+@pytest.mark.parametrize(
+    ("facts", "tools", "chosen", "forward"),
+    [
+        (H200, BOTH, "cute", "yes (ran: H200)"),
+        (H200, TRITON, "triton", "no: toolchain: needs cute_dsl, which is not installed"),
+        (H200, CUTE, "reference", "yes (ran: H200)"),
+        (B200, BOTH, "triton", "yes (simulated: 10.0, by Triton)"),
+        (B200, CUTE, "reference", "no: toolchain: needs triton, which is not installed"),
+        (
+            RTX5090,
+            BOTH,
+            "triton",
+            "no: compute capability: needs (12, 0), offers (9, 0); "
+            "compute capability: needs (12, 0), offers (10, 0), (10, 3); "
+            "shared memory: needs 232448 bytes per thread block, the device has 101376",
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", None) or str(value)[:40],
+)
+def test_the_family_of_the_device_speaks(facts, tools, chosen, forward, monkeypatch):
+    """The table that ships: a Hopper device hears of Hopper's kernels, and only of them."""
+    monkeypatch.setattr(dispatch, "device_facts", lambda device: facts)
+    monkeypatch.setattr(dispatch, "toolchain", lambda: tools)
+    head, *rows = explain(ATTENTION).splitlines()
+    assert head.startswith(f"attention: {chosen} ")
+    (line,) = [row for row in rows if {"cute", "forward"} <= set(row.split()[:3])]
+    assert line.endswith(forward)
+    assert line.strip().startswith("->") == (chosen == "cute")
 
 
 @pytest.mark.usefixtures("two_rows")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openmsa.contract.problem import Problem
 from openmsa.dispatch.choose import choose_with, supports
 from openmsa.dispatch.probe import DeviceFacts, Toolchain
-from openmsa.dispatch.support import Offer, Support, support
+from openmsa.dispatch.support import Offer, Support, misfits, support
 from openmsa.dispatch.table import ORDER, STAGES, TABLE
 
 from .fakes import (
@@ -101,6 +101,27 @@ def test_a_single_lack_is_a_single_reason(problem, facts, tools, words):
     # A device that does not tell its capability lacks its shared memory size as well.
     if facts is not UNKNOWN_GPU:
         assert len(answer.reasons) == 1, answer.reasons
+
+
+@pytest.mark.parametrize(
+    ("facts", "reasons"),
+    [
+        (H200, []),
+        (dataclasses.replace(H200, shared_memory=0), []),
+        (CPU, ["device: needs cpu, offers cuda"]),
+        (A40, ["compute capability: needs (8, 6), offers (9, 0) to (9, 0)"]),
+        (UNKNOWN_GPU, ["compute capability: needs None, offers (9, 0) to (9, 0)"]),
+    ],
+    ids=["own", "small", "cpu", "old", "no_capability"],
+)
+def test_what_a_device_is_told_whatever_the_problem(facts, reasons):
+    """The kind and the capability say which family a device is of; the rest is the problem's."""
+    assert misfits(HOPPER_ONLY, facts) == reasons
+    exact = dataclasses.replace(HOPPER_ONLY, capabilities=None, exact=((9, 0),))
+    assert misfits(exact, facts) == [reason.replace(" to (9, 0)", "") for reason in reasons]
+    answer = support(changed(dtype=torch.float64), HOPPER_ONLY, facts, BARE)
+    assert list(answer.reasons[: len(reasons)]) == reasons, "said first"
+    assert "dtype" in answer.reasons[len(reasons)]
 
 
 def test_no_determinism():

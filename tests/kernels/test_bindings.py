@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.util
 import sys
@@ -14,18 +15,20 @@ from typing import NoReturn
 
 import pytest
 
-from openmsa import UnavailableError, bindings
-from openmsa.bindings import LAUNCHERS, KernelLaunchers, kernels
+from openmsa import InvalidInput, UnavailableError, bindings
+from openmsa.bindings import FAMILIES, LAUNCHERS, KernelLaunchers, kernels
+from openmsa.contract.problem import STAGES
 from openmsa.kernels import MSA_KERNEL_IMPORT_ERROR
 
-SHIPPED = dict(LAUNCHERS)
+SHIPPED = {family: dict(launchers) for family, launchers in FAMILIES.items()}
 
 
 @pytest.fixture(autouse=True)
 def unbound(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing bound, and nothing shipped but what a test registers: toolchains are faked here."""
-    for stage in SHIPPED:
-        monkeypatch.delitem(LAUNCHERS, stage)
+    for family, launchers in SHIPPED.items():
+        for stage in launchers:
+            monkeypatch.delitem(FAMILIES[family], stage)
     kernels.cache_clear()
     yield
     kernels.cache_clear()
@@ -51,6 +54,18 @@ def shipped(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module.run_forward = lambda: "ran"
     monkeypatch.setitem(sys.modules, "shipped_kernels", module)
     monkeypatch.setitem(LAUNCHERS, "forward", "shipped_kernels:run_forward")
+    return module
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Another module with two launchers, registered for Hopper."""
+    module = ModuleType("hopper_kernels")
+    module.run_forward = lambda: "ran on Hopper"
+    module.build = lambda: "built"
+    monkeypatch.setitem(sys.modules, "hopper_kernels", module)
+    monkeypatch.setitem(FAMILIES["sm90"], "forward", "hopper_kernels:run_forward")
+    monkeypatch.setitem(FAMILIES["sm90"], "task_build", "hopper_kernels:build")
     return module
 
 
@@ -99,7 +114,7 @@ def test_a_stage_that_is_not_shipped_is_refused_with_the_others_named(dsl, shipp
     with pytest.raises(UnavailableError) as error:
         kernels().backward  # noqa: B018
     message = str(error.value)
-    assert "ships no CuTe DSL kernel for 'backward'" in message
+    assert "ships no CuTe DSL kernel for 'backward' in family 'sm100'" in message
     assert "(shipped: forward)" in message
     assert '"reference", "cpu"' in message
     assert ('"triton"' in message) is triton
@@ -119,6 +134,22 @@ def test_a_finder_that_refuses_triton_counts_as_none(dsl, triton, monkeypatch) -
 def test_what_is_no_stage_fails_as_an_attribute(dsl) -> None:
     assert not hasattr(kernels(), "__wrapped__")
     assert not hasattr(kernels(), "_private")
+    assert not hasattr(kernels(), "typo")
+    with pytest.raises(AttributeError, match=r"'bakward' is no stage; stages: .*, backward, "):
+        kernels().bakward  # noqa: B018
+
+
+def test_a_stage_that_is_not_shipped_is_no_plain_lack(dsl) -> None:
+    """``hasattr`` would hide what to use instead; what is shipped is in ``by_stage``."""
+    for stage in sum(STAGES.values(), ()):
+        with pytest.raises(UnavailableError, match=f"no CuTe DSL kernel for '{stage}'"):
+            hasattr(kernels(), stage)
+        assert stage not in kernels().by_stage
+
+
+def test_a_bundle_can_be_copied(dsl, shipped) -> None:
+    """A copy has no fields while it is made, and looks for them."""
+    assert copy.copy(kernels()).forward is shipped.run_forward
 
 
 def test_a_missing_toolchain_is_said_before_any_kernel_is_imported(no_dsl, monkeypatch) -> None:
@@ -145,15 +176,15 @@ def test_a_bind_with_a_broken_kernel_is_not_cached_in_part(dsl, shipped, monkeyp
     assert set(kernels().by_stage) == {"forward"}
 
 
-def together(count: int) -> list[KernelLaunchers]:
-    """The bundles that ``count`` threads get, which all ask at once."""
-    start, found = threading.Barrier(count), []
+def together(*families: str) -> list[KernelLaunchers]:
+    """The bundles that threads get, one for each of ``families``, which all ask at once."""
+    start, found = threading.Barrier(len(families)), []
 
-    def ask() -> None:
+    def ask(family: str) -> None:
         start.wait()
-        found.append(kernels())
+        found.append(kernels(family))
 
-    threads = [threading.Thread(target=ask) for _ in range(count)]
+    threads = [threading.Thread(target=ask, args=(family,)) for family in families]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -161,18 +192,82 @@ def together(count: int) -> list[KernelLaunchers]:
     return found
 
 
-def test_threads_that_race_to_the_first_call_bind_once(dsl, shipped, monkeypatch) -> None:
-    binds = []
+@pytest.fixture
+def binds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The threads that bind, slowly."""
+    found: list[int] = []
 
     def slow_gate() -> None:
-        binds.append(threading.get_ident())
+        found.append(threading.get_ident())
         time.sleep(0.05)
 
     monkeypatch.setattr(bindings, "require_cute_dsl", slow_gate)
-    found = together(8)
+    return found
+
+
+def test_threads_that_race_to_the_first_call_bind_once(dsl, shipped, binds) -> None:
+    found = together(*["sm100"] * 8)
     assert len(binds) == 1
     assert len(found) == 8
     assert all(bundle is found[0] for bundle in found)
+
+
+def test_threads_that_race_to_two_families_bind_each_once(dsl, shipped, hopper, binds) -> None:
+    found = together(*["sm100", "sm90"] * 4)
+    assert len(binds) == 2
+    for family in FAMILIES:
+        (bundle,) = {id(bundle): bundle for bundle in found if bundle.family == family}.values()
+        assert bundle is kernels(family)
+
+
+def test_each_family_is_bound_on_its_own(dsl, shipped, hopper) -> None:
+    bundle = kernels(family="sm90")
+    assert bundle.family == "sm90"
+    assert bundle.forward is hopper.run_forward
+    assert set(bundle.by_stage) == {"forward", "task_build"}
+    assert kernels().family == "sm100"
+    assert kernels().forward is shipped.run_forward
+    assert kernels("sm100") is kernels()
+    assert kernels("sm90") is kernels(family="sm90") is bundle
+    with pytest.raises(
+        UnavailableError, match=r"'backward' in family 'sm90' \(shipped: forward, t"
+    ):
+        bundle.backward  # noqa: B018
+
+
+def test_a_family_is_not_imported_for_another(dsl, shipped, monkeypatch) -> None:
+    monkeypatch.setitem(FAMILIES["sm90"], "forward", "module_that_does_not_exist:run")
+    assert kernels().forward() == "ran"
+    with pytest.raises(ModuleNotFoundError, match="module_that_does_not_exist"):
+        kernels("sm90")
+    assert kernels().forward() == "ran"
+
+
+def test_a_family_that_fails_to_bind_is_not_kept(dsl, hopper, monkeypatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setitem(FAMILIES["sm90"], "task_build", "hopper_kernels:nothing")
+        with pytest.raises(AttributeError, match="nothing"):
+            kernels("sm90")
+    assert kernels("sm90").task_build() == "built"
+
+
+def test_every_family_is_forgotten_at_once(dsl, shipped, hopper) -> None:
+    before = [kernels(family) for family in FAMILIES]
+    kernels.cache_clear()
+    assert not any(
+        kernels(family) is bundle for family, bundle in zip(FAMILIES, before, strict=True)
+    )
+
+
+@pytest.mark.parametrize("family", ["sm80", "SM90", "", None, ["sm90"]])
+def test_an_unknown_family_is_invalid_and_the_known_are_named(dsl, family) -> None:
+    with pytest.raises(InvalidInput, match="family: expected one of sm100, sm90, got"):
+        kernels(family)
+
+
+def test_an_unknown_family_is_said_before_a_missing_toolchain(no_dsl) -> None:
+    with pytest.raises(InvalidInput, match="family"):
+        kernels("sm80")
 
 
 def test_the_function_still_says_what_it_is() -> None:
@@ -182,21 +277,34 @@ def test_the_function_still_says_what_it_is() -> None:
 
 
 def test_every_registered_launcher_has_the_written_form() -> None:
-    for stage, path in LAUNCHERS.items():
-        module, colon, function = path.partition(":")
-        assert stage.isidentifier()
-        assert colon
-        assert module.startswith("openmsa.kernels.")
-        assert function.isidentifier()
+    assert FAMILIES["sm100"] is LAUNCHERS
+    for family, launchers in SHIPPED.items():
+        assert launchers, family
+        for stage, path in launchers.items():
+            module, colon, function = path.partition(":")
+            assert stage in sum(STAGES.values(), ())
+            assert colon
+            assert module.startswith("openmsa.kernels.")
+            assert function.isidentifier()
 
 
-def test_what_ships_binds_where_the_toolchain_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "stages"),
+    [
+        ("sm100", {"backward_preprocess", "task_build", "backward", "backward_postprocess"}),
+        (
+            "sm90",
+            {"forward", "backward_preprocess", "task_build", "backward", "backward_postprocess"},
+        ),
+    ],
+)
+def test_what_ships_binds_where_the_toolchain_is(
+    family: str, stages: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
     pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
-    for stage, path in SHIPPED.items():
-        monkeypatch.setitem(LAUNCHERS, stage, path)
-    bound = kernels()
-    assert set(bound.by_stage) == {
-        "backward_preprocess", "task_build", "backward", "backward_postprocess",
-    }  # fmt: skip
+    for stage, path in SHIPPED[family].items():
+        monkeypatch.setitem(FAMILIES[family], stage, path)
+    bound = kernels(family)
+    assert set(bound.by_stage) == stages
     assert all(callable(launcher) for launcher in bound.by_stage.values())

@@ -96,42 +96,61 @@ def assert_names_the_others(message: str) -> None:
         assert name in message, message
 
 
-def test_sm100_passes(fake_cuda) -> None:
-    fake_cuda((10, 0))
-    assert kernels.require_sm100(cuda(0)) is None
-    assert kernels.require_sm100(cuda()) is None
+GATES = {
+    kernels.require_sm90: (9, 0),
+    kernels.require_sm100: (10, 0),
+    kernels.require_sm103: (10, 3),
+}
+every_gate = pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.__name__)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 3), (12, 0)], ids=str)
+@every_gate
+def test_the_gates_own_capability_passes(fake_cuda, gate) -> None:
+    fake_cuda(GATES[gate])
+    assert gate(cuda(0)) is None
+    assert gate(cuda()) is None
+
+
+CAPABILITIES = ((8, 0), (8, 9), (9, 0), (9, 1), (10, 0), (10, 1), (10, 3), (12, 0))
+
+
+@pytest.mark.parametrize(
+    ("gate", "capability"),
+    [(gate, other) for gate, own in GATES.items() for other in CAPABILITIES if other != own],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 @pytest.mark.parametrize("index", [0, None])
-def test_other_capabilities_are_refused(fake_cuda, capability, index) -> None:
+def test_other_capabilities_are_refused(fake_cuda, gate, capability, index) -> None:
+    wanted = ".".join(map(str, GATES[gate]))
     fake_cuda(capability)
     with pytest.raises(UnsupportedProblem) as error:
-        kernels.require_sm100(cuda(index))
+        gate(cuda(index))
     message = str(error.value)
-    assert f"compute capability {capability[0]}.{capability[1]}" in message
-    assert f"{cuda(index)} has" in message
-    assert "10.0" in message
+    assert f"the {gate.__name__.removeprefix('require_').upper()} kernels need" in message
+    assert f"need compute capability {wanted}" in message
+    assert f"{cuda(index)} has compute capability {capability[0]}.{capability[1]}" in message
     assert_names_the_others(message)
 
 
-def test_the_refusal_is_a_not_implemented_error(fake_cuda) -> None:
-    fake_cuda((9, 0))
+@every_gate
+def test_the_refusal_is_a_not_implemented_error(fake_cuda, gate) -> None:
+    fake_cuda((8, 0))
     with pytest.raises(NotImplementedError):
-        kernels.require_sm100(cuda(0))
+        gate(cuda(0))
 
 
+@every_gate
 @pytest.mark.parametrize("kind", ["cpu", "meta"])
-@pytest.mark.parametrize("capabilities", [(), ((10, 0),)], ids=["no-cuda", "sm100"])
-def test_a_device_of_another_kind_is_refused(fake_cuda, kind, capabilities) -> None:
-    fake_cuda(*capabilities)
+@pytest.mark.parametrize("there", [False, True], ids=["no-cuda", "cuda"])
+def test_a_device_of_another_kind_is_refused(fake_cuda, gate, kind, there) -> None:
+    fake_cuda(*[GATES[gate]] * there)
     with pytest.raises(UnsupportedProblem, match=f"{kind} has no CUDA capability") as error:
-        kernels.require_sm100(torch.device(kind))
+        gate(torch.device(kind))
     assert_names_the_others(str(error.value))
 
 
 @pytest.mark.parametrize("index", [0, 1, None])
-@pytest.mark.parametrize("gate", [kernels.require_sm100, kernels.sm_capability, kernels.sm_count])
+@pytest.mark.parametrize("gate", [*GATES, kernels.sm_capability, kernels.sm_count])
 def test_without_cuda_the_refusal_is_ours_not_torchs(fake_cuda, gate, index) -> None:
     fake_cuda()
     with pytest.raises(UnsupportedProblem, match="no CUDA device here") as error:
@@ -296,7 +315,7 @@ def test_the_gates_import_only_what_every_host_has() -> None:
     assert found == {"__future__", "functools", "importlib", "torch", "openmsa.errors"}
 
 
-@pytest.mark.parametrize("gate", [kernels.require_sm100, kernels.require_sm103, kernels.sm_count])
+@pytest.mark.parametrize("gate", [*GATES, kernels.sm_count])
 @pytest.mark.parametrize("device", ["cuda:0", 0, None])
 def test_a_gate_takes_a_device_and_says_so(gate: Callable[..., object], device: object) -> None:
     with pytest.raises(InvalidInput, match=r"device: expected a torch\.device, got"):

@@ -6,14 +6,15 @@ import dataclasses
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from openmsa import pipeline
-from openmsa.dispatch.choose import Plan
-from openmsa.dispatch.table import STAGES, TABLE
+from openmsa.dispatch.choose import choose_with
+from openmsa.dispatch.probe import DeviceFacts, Toolchain
 from openmsa.kernels.common import device
 from openmsa.reference.schedule import key_schedule
 from openmsa.testing import assert_ok, attention_truth, poisoned_memory
@@ -222,8 +223,9 @@ def test_all_queries_of_a_document_longer_than_top_k(simulated):
 
 def test_the_pipeline_runs_the_row_s_stages(simulated, monkeypatch):
     """What ``backend="cute"`` does on such a device, but for the forward, which is Triton's."""
-    cells = tuple((stage, TABLE["cute"][stage]) for stage in STAGES["attention"])
-    monkeypatch.setattr(pipeline, "choose", lambda problem, backend: Plan("cute", cells))
+    chip = DeviceFacts("cuda", "NVIDIA B200", (10, 0), 148, 232_448)
+    tools = Toolchain("3.11", "2.13", triton="3.6.0", cute_dsl="4.6.2")
+    monkeypatch.setattr(pipeline, "choose", partial(choose_with, facts=chip, tools=tools))
     found = problem([20, 5])
     inputs = found.inputs
     grads = pipeline.backward(

@@ -29,9 +29,6 @@ example:
 """
 
 
-_ARCHITECTURES = ", ".join(name for name, modules in MODULES.items() if modules)
-
-
 def add_parser(subparsers: Any) -> None:
     """Add ``compile`` to the subparsers of the ``openmsa`` command."""
     parser = subparsers.add_parser(
@@ -41,8 +38,13 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--arch", required=True, metavar="ARCH", help=f"of {_ARCHITECTURES}")
-    parser.add_argument("--kernel", metavar="NAME", help="only the kernel of this name")
+    parser.add_argument("--arch", required=True, metavar="ARCH", help=f"of {', '.join(MODULES)}")
+    parser.add_argument(
+        "--kernel",
+        metavar="NAME",
+        action="append",
+        help="only the kernels of this name; may be given several times",
+    )
     parser.add_argument(
         "--report",
         action="store_true",
@@ -88,12 +90,16 @@ def _chosen(args: argparse.Namespace) -> dict[str, Build]:
     found = titles(builds(args.arch))
     if args.kernel is None:
         return found
-    chosen = {title: build for title, build in found.items() if args.kernel in (title, build.name)}
-    if not chosen:
-        raise UnsupportedProblem(
-            f"no kernel {args.kernel!r} for {args.arch}; there are {', '.join(found)}"
-        )
-    return chosen
+    for name in args.kernel:
+        if not any(name in (title, build.name) for title, build in found.items()):
+            raise UnsupportedProblem(
+                f"no kernel {name!r} for {args.arch}; there are {', '.join(found)}"
+            )
+    return {
+        title: build
+        for title, build in found.items()
+        if title in args.kernel or build.name in args.kernel
+    }
 
 
 def _folder(args: argparse.Namespace) -> Path | None:

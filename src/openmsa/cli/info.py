@@ -15,7 +15,7 @@ from openmsa.cli import text
 from openmsa.cli.options import save_json
 from openmsa.cli.text import write
 from openmsa.contract import MINIMAX_M3, Problem
-from openmsa.dispatch.choose import choose, supports
+from openmsa.dispatch.choose import answers, choose
 from openmsa.dispatch.probe import DeviceFacts, device_facts, toolchain
 from openmsa.dispatch.table import ORDER, STAGES, TABLE, Cell
 from openmsa.errors import UnsupportedProblem
@@ -103,30 +103,29 @@ def _problem(work: str, device: torch.device) -> Problem:
 
 
 def _stage(backend: str, work: str, stage: str, devices: dict[str, torch.device]) -> dict[str, Any]:
-    cell = TABLE[backend][stage]
-    answers = {
-        name: supports(backend, _problem(work, device), device_facts(device), toolchain())[stage]
+    found = {
+        name: answers(backend, _problem(work, device), device_facts(device), toolchain())[stage]
         for name, device in devices.items()
     }
-    package = cell.offer.package
-    missing = package is not None and toolchain().version(package) is None
+    packages = dict.fromkeys(cell.offer.package for cell, _ in found.values())
     return {
         "backend": backend,
         "work": work,
         "stage": stage,
-        "status": _status(cell),
-        "where": cell.where,
-        "inside": cell.fused,
-        "runs_on": [name for name, answer in answers.items() if answer.ok],
-        "reasons": {name: list(answer.reasons) for name, answer in answers.items()},
-        "install": _INSTALL[package] if package is not None and missing else "",
+        "cells": [_cell(cell) for cell in TABLE[backend][stage].families],
+        "runs_on": [name for name, (_, answer) in found.items() if answer.ok],
+        "reasons": {name: list(answer.reasons) for name, (_, answer) in found.items()},
+        "install": [
+            _INSTALL[package]
+            for package in packages
+            if package is not None and toolchain().version(package) is None
+        ],
     }
 
 
-def _status(cell: Cell) -> str:
-    if cell.fused:
-        return "fused"
-    return cell.evidence if cell.launcher is not None else "none"
+def _cell(cell: Cell) -> dict[str, str]:
+    status = cell.evidence if cell.launcher is not None else "fused" if cell.fused else "none"
+    return {"status": status, "where": cell.where, "inside": cell.fused}
 
 
 def _auto(work: str, device: torch.device) -> str:
@@ -192,23 +191,29 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def _matrix(found: dict[str, Any]) -> str:
-    cells = {(row["backend"], row["stage"]): row for row in found["stages"]}
+    cells = {(row["backend"], row["stage"]): row["cells"] for row in found["stages"]}
     rows = []
     for stage in sum(STAGES.values(), ()):
         line = [stage]
         for backend in found["order"]:
-            row = cells[backend, stage]
-            if row["status"] == "fused":
-                line.append(f"in {row['inside']}")
-            else:
-                line.append("-" if row["status"] == "none" else f"{row['status']} ({row['where']})")
+            words = dict.fromkeys(map(_in_words, cells[backend, stage]))
+            line.append(", ".join(words))
         rows.append(line)
     return text.table(["stage", *found["order"]], rows)
 
 
+def _in_words(cell: dict[str, str]) -> str:
+    if cell["status"] == "fused":
+        return f"in {cell['inside']}"
+    return "-" if cell["status"] == "none" else f"{cell['status']} ({cell['where']})"
+
+
 def _verdict(found: dict[str, Any], backend: str, device: str) -> str:
-    """``runs``, or each reason with the stages it concerns and what to install."""
+    """What runs; for what does not, each reason with its stages, and what to install."""
     rows = [row for row in found["stages"] if row["backend"] == backend]
+    lacking = dict.fromkeys(row["work"] for row in rows if row["reasons"][device])
+    running = [work for work in STAGES if work not in lacking]
+    rows = [row for row in rows if row["work"] in lacking]
     reasons: dict[str, list[str]] = {}
     for row in rows:
         for reason in row["reasons"][device]:
@@ -219,5 +224,6 @@ def _verdict(found: dict[str, Any], backend: str, device: str) -> str:
         reason if len(stages) == len(rows) else f"{reason} [{', '.join(stages)}]"
         for reason, stages in reasons.items()
     ]
-    installs = dict.fromkeys(row["install"] for row in rows if row["install"])
-    return "; ".join(["does not run: " + parts[0], *parts[1:], *installs])
+    installs = dict.fromkeys(command for row in rows for command in row["install"])
+    lead = f"runs {', '.join(running)}, not {', '.join(lacking)}" if running else "does not run"
+    return "; ".join([f"{lead}: {parts[0]}", *parts[1:], *installs])

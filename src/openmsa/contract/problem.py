@@ -9,7 +9,20 @@ from torch import Tensor
 
 from openmsa.contract.key_schedule import KeySchedule
 
-__all__ = ["AttentionConfig", "Problem", "Saved", "SelectionConfig", "accumulate_dtype"]
+__all__ = ["STAGES", "AttentionConfig", "Problem", "Saved", "SelectionConfig", "accumulate_dtype"]
+
+STAGES: dict[str, tuple[str, ...]] = {
+    "select": ("block_scores", "select_blocks"),
+    "attention": (
+        "key_schedule",
+        "forward",
+        "backward_preprocess",
+        "task_build",
+        "backward",
+        "backward_postprocess",
+    ),
+}
+"""The stages of each piece of work, in the order they run."""
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from openmsa.contract.problem import Problem
+from openmsa.contract.problem import STAGES, Problem
 from openmsa.dispatch.probe import DeviceFacts, Toolchain, device_facts, toolchain
-from openmsa.dispatch.support import Support, support
-from openmsa.dispatch.table import BACKENDS, ORDER, RAN, STAGES, TABLE, Cell, launcher
+from openmsa.dispatch.support import Support, misfits, support
+from openmsa.dispatch.table import BACKENDS, ORDER, RAN, TABLE, Cell, launcher
 from openmsa.errors import UnsupportedProblem, invalid_input
 
-__all__ = ["Plan", "check_backend", "choose", "explain", "supports"]
+__all__ = ["Plan", "answers", "check_backend", "choose", "explain", "supports"]
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,42 @@ def supports(
     backend: str, problem: Problem, facts: DeviceFacts, tools: Toolchain
 ) -> dict[str, Support]:
     """Each stage's answer for one backend."""
-    answers = {}
-    for stage in STAGES[problem.work]:
-        cell = TABLE[backend][stage]
-        if cell.launcher is not None:
-            answers[stage] = support(problem, cell.offer, facts, tools)
-        elif cell.fused:
-            answers[stage] = Support(True)
-        else:
-            answers[stage] = Support(False, (cell.reason,))
-    return answers
+    return {stage: answer for stage, (_, answer) in answers(backend, problem, facts, tools).items()}
+
+
+def answers(
+    backend: str, problem: Problem, facts: DeviceFacts, tools: Toolchain
+) -> dict[str, tuple[Cell, Support]]:
+    """Each stage's cell for such a device, and its answer."""
+    return {
+        stage: _of_families(TABLE[backend][stage], problem, facts, tools)
+        for stage in STAGES[problem.work]
+    }
+
+
+def _of_families(
+    cell: Cell, problem: Problem, facts: DeviceFacts, tools: Toolchain
+) -> tuple[Cell, Support]:
+    """The first cell that accepts, or else the first that is for such a device. For a device that
+    none is for, the first of all, with the reasons of each."""
+    answered = [(one, _of_cell(one, problem, facts, tools)) for one in cell.families]
+    fitting = [(one, answer) for one, answer in answered if not misfits(one.offer, facts)]
+    for one, answer in fitting:
+        if answer.ok:
+            return one, answer
+    if fitting:
+        return fitting[0]
+    reasons = [reason for one in cell.families for reason in misfits(one.offer, facts)]
+    reasons += [reason for _, answer in answered for reason in answer.reasons]
+    return cell.families[0], Support(False, tuple(dict.fromkeys(reasons)))
+
+
+def _of_cell(cell: Cell, problem: Problem, facts: DeviceFacts, tools: Toolchain) -> Support:
+    if cell.launcher is not None:
+        return support(problem, cell.offer, facts, tools)
+    if cell.reason:
+        return Support(False, (cell.reason,))
+    return Support(True)
 
 
 @lru_cache(maxsize=1024)
@@ -73,22 +99,21 @@ def choose_with(problem: Problem, backend: str, facts: DeviceFacts, tools: Toolc
     """:func:`choose` with the facts given, so that any machine can be asked about any other."""
     check_backend(backend)
     names = ORDER if backend == "auto" else (backend,)
-    able = [
-        name
-        for name in names
-        if all(answer.ok for answer in supports(name, problem, facts, tools).values())
-    ]
+    able = {}
+    for name in names:
+        found = answers(name, problem, facts, tools)
+        if all(answer.ok for _, answer in found.values()):
+            able[name] = tuple((stage, cell) for stage, (cell, _) in found.items())
     if not able:
         raise UnsupportedProblem(_refusal(names, problem, facts, tools))
-    ran = [name for name in able if _has_run(name, problem.work)]
-    name = ran[0] if ran else able[0]
+    ran = [name for name, cells in able.items() if _have_run(cells)]
+    name = ran[0] if ran else next(iter(able))
     if not ran and backend == "auto":
         warnings.warn(
             f"openmsa: backend {name!r} was chosen, whose kernels have not run on {facts} yet",
             stacklevel=2,
         )
-    cells = tuple((stage, TABLE[name][stage]) for stage in STAGES[problem.work])
-    return Plan(name, cells)
+    return Plan(name, able[name])
 
 
 def explain(problem: Problem) -> str:
@@ -100,24 +125,23 @@ def explain(problem: Problem) -> str:
         chosen = "none"
     lines = [f"{problem.work}: {chosen}  (order: {', '.join(ORDER)})"]
     for name in ORDER:
-        for stage, answer in supports(name, problem, facts, tools).items():
+        for stage, (cell, answer) in answers(name, problem, facts, tools).items():
             mark = "->" if name == chosen else "  "
-            lines.append(f"  {mark} {name:<10}{stage:<22}{describe(TABLE[name][stage], answer)}")
+            lines.append(f"  {mark} {name:<10}{stage:<22}{describe(cell, answer)}")
     return "\n".join(lines)
 
 
 def describe(cell: Cell, answer: Support) -> str:
     """One cell and a gate's answer in words."""
-    if cell.fused:
+    if cell.fused and answer.ok:
         return f"done inside {cell.fused}"
     if not answer.ok:
         return "no: " + "; ".join(answer.reasons)
     return f"yes ({cell.evidence}: {cell.where})"
 
 
-def _has_run(name: str, work: str) -> bool:
-    cells = [TABLE[name][stage] for stage in STAGES[work]]
-    return all(cell.evidence == RAN for cell in cells if cell.launcher is not None)
+def _have_run(cells: tuple[tuple[str, Cell], ...]) -> bool:
+    return all(cell.evidence == RAN for _, cell in cells if cell.launcher is not None)
 
 
 def _refusal(names: tuple[str, ...], problem: Problem, facts: DeviceFacts, tools: Toolchain) -> str:

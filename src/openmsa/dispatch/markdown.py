@@ -13,9 +13,13 @@ def support_table() -> str:
     rows.append("|---|" + "---|" * len(ORDER))
     for stages in STAGES.values():
         for stage in stages:
-            cells = " | ".join(_cell(TABLE[name][stage]) for name in ORDER)
+            cells = " | ".join(_families(TABLE[name][stage]) for name in ORDER)
             rows.append(f"| {stage} | {cells} |")
     return "\n".join(rows)
+
+
+def _families(cell: Cell) -> str:
+    return ", ".join(dict.fromkeys(_cell(one) for one in cell.families))
 
 
 def _cell(cell: Cell) -> str:

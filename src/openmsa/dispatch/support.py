@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from openmsa.contract.problem import Problem
 from openmsa.dispatch.probe import DeviceFacts, Toolchain
 
-__all__ = ["FLOATS", "Offer", "Support", "support"]
+__all__ = ["FLOATS", "Offer", "Support", "misfits", "support"]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -59,25 +60,15 @@ class Offer:
 def support(problem: Problem, offer: Offer, facts: DeviceFacts, tools: Toolchain) -> Support:
     """Compare what ``problem`` needs with what ``offer`` has. Never raises for a mismatch."""
     reasons = [
-        f"{name}: needs {_show(needed)}, offers {_show_all(offered)}"
-        for name, needed, offered in (
-            ("device", facts.kind, offer.devices),
+        *misfits(offer, facts),
+        *_lacks(
             ("dtype", problem.dtype, offer.dtypes),
             ("head_dim", problem.head_dim, offer.head_dims),
             ("block_size", problem.block_size, offer.block_sizes),
             ("group", problem.group, offer.group_sizes or offer.groups),
             ("topk", problem.topk, offer.topks),
-        )
-        if offered is not None and needed not in offered
+        ),
     ]
-    if offer.capabilities is not None and facts.kind == "cuda":
-        low, high = offer.capabilities
-        if facts.capability is None or not low <= facts.capability <= high:
-            reasons.append(f"compute capability: needs {facts.capability}, offers {low} to {high}")
-    if offer.exact is not None and facts.kind == "cuda" and facts.capability not in offer.exact:
-        reasons.append(
-            f"compute capability: needs {facts.capability}, offers {_show_all(offer.exact)}"
-        )
     if problem.deterministic and not offer.deterministic:
         reasons.append("deterministic: needs repeatable sums, offers none")
     if offer.package is not None and tools.version(offer.package) is None:
@@ -89,6 +80,27 @@ def support(problem: Problem, offer: Offer, facts: DeviceFacts, tools: Toolchain
             f"the device has {facts.shared_memory}"
         )
     return Support(not reasons, tuple(reasons))
+
+
+def misfits(offer: Offer, facts: DeviceFacts) -> list[str]:
+    """Why ``offer`` is not for such a device, whatever the problem; empty where it is."""
+    reasons = _lacks(("device", facts.kind, offer.devices))
+    if facts.kind != "cuda":
+        return reasons
+    if offer.capabilities is not None:
+        low, high = offer.capabilities
+        if facts.capability is None or not low <= facts.capability <= high:
+            reasons.append(f"compute capability: needs {facts.capability}, offers {low} to {high}")
+    return reasons + _lacks(("compute capability", facts.capability, offer.exact))
+
+
+def _lacks(*rows: tuple[str, object, Any]) -> list[str]:
+    """A reason for each row of name, what is needed, and what is offered (None: anything)."""
+    return [
+        f"{name}: needs {_show(needed)}, offers {_show_all(offered)}"
+        for name, needed, offered in rows
+        if offered is not None and needed not in offered
+    ]
 
 
 def _show(value: object) -> str:

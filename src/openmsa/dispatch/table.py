@@ -1,7 +1,8 @@
 """The table: backend x stage, on one page.
 
 A cell is a launcher, or a reason why there is none. A stage that another stage of the same backend
-already does is *fused*. Borrowing another backend's stage is a cell that names its launcher. This
+already does is *fused*. Borrowing another backend's stage is a cell that names its launcher. A
+backend with kernels for several families of devices has a cell for each: ``this | that``. This
 table is also where the README's support table and ``openmsa info`` come from.
 """
 
@@ -15,27 +16,13 @@ from typing import Any
 
 import torch
 
-from openmsa.contract.problem import Problem
+from openmsa.contract.problem import STAGES, Problem
 from openmsa.dispatch.support import Offer
-from openmsa.kernels.launchers import LAUNCHERS
+from openmsa.kernels.launchers import FAMILIES
 
 __all__ = ["BACKENDS", "ORDER", "STAGES", "TABLE", "Cell", "launcher"]
 
 RAN, SIMULATED, COMPILED = "ran", "simulated", "compiled only"
-
-STAGES: dict[str, tuple[str, ...]] = {
-    "select": ("block_scores", "select_blocks"),
-    "attention": (
-        "key_schedule",
-        "forward",
-        "backward_preprocess",
-        "task_build",
-        "backward",
-        "backward_postprocess",
-    ),
-}
-"""The stages of each piece of work, in the order they run."""
-
 
 _ANYTHING = Offer()
 
@@ -50,6 +37,7 @@ class Cell:
         evidence: ``"ran"``, ``"simulated"`` or ``"compiled only"``, and where.
         fused: the stage of the same backend that already does this one.
         reason: why there is neither.
+        others: the cells of other families of devices, asked in this order after this one.
     """
 
     launcher: str | None = None
@@ -58,6 +46,16 @@ class Cell:
     where: str = ""
     fused: str = ""
     reason: str = ""
+    others: tuple[Cell, ...] = ()
+
+    def __or__(self, other: Cell) -> Cell:
+        """This cell and, for the devices that it does not take, ``other``."""
+        return replace(self, others=(*self.others, *other.families))
+
+    @property
+    def families(self) -> tuple[Cell, ...]:
+        """The cells one by one, in the order they are asked."""
+        return (replace(self, others=()), *self.others) if self.others else (self,)
 
 
 def _reference(function: str) -> Cell:
@@ -87,47 +85,58 @@ def _triton(function: str, shared_memory: tuple[int, int] = (0, 0)) -> Cell:
     return Cell(f"openmsa.backends.triton.{function}", offer, RAN, "H200")
 
 
-_SM100 = Offer(
-    devices=("cuda",),
-    exact=((10, 0), (10, 3)),
-    dtypes=(torch.bfloat16, torch.float16),
-    head_dims=(128,),
-    block_sizes=(128,),
-    group_sizes=(8, 16, 32, 64),
-    package="cute_dsl",
-    shared_memory=lambda problem: 232_448,
-)
+def _cute(*capabilities: tuple[int, int]) -> Offer:
+    """What the CuTe DSL kernels for these devices take."""
+    return Offer(
+        devices=("cuda",),
+        exact=capabilities,
+        dtypes=(torch.bfloat16, torch.float16),
+        head_dims=(128,),
+        block_sizes=(128,),
+        group_sizes=(8, 16, 32, 64),
+        package="cute_dsl",
+        shared_memory=lambda problem: 232_448,
+    )
+
+
+_SM90, _SM100 = _cute((9, 0)), _cute((10, 0), (10, 3))
+
+
+def _sm90(stage: str) -> Cell:
+    return Cell(FAMILIES["sm90"][stage], _SM90, RAN, "H200")
 
 
 def _sm100(stage: str) -> Cell:
-    """A stage of :data:`openmsa.kernels.launchers.LAUNCHERS`."""
-    return Cell(LAUNCHERS[stage], _SM100, SIMULATED, "10.0, 10.3")
+    return Cell(FAMILIES["sm100"][stage], _SM100, SIMULATED, "10.0, 10.3")
 
 
-def _borrowed(cell: Cell, evidence: str) -> Cell:
-    """A stage of Triton's, where the row's own kernels run."""
-    offer = replace(cell.offer, exact=_SM100.exact)
-    return replace(cell, offer=offer, evidence=evidence, where="10.0, by Triton")
+def _by_triton(cell: Cell, family: Offer, evidence: str, where: str) -> Cell:
+    """A stage of Triton's, where a family's own kernels run."""
+    offer = replace(cell.offer, exact=family.exact)
+    return replace(cell, offer=offer, evidence=evidence, where=f"{where}, by Triton")
 
 
+_KEY_SCHEDULE = _triton("schedule:key_schedule")
+_FORWARD = _triton("forward:forward", (40_960, 81_928))
 _NO_CUTE = Cell(reason="this version ships no CuTe DSL kernel for it")
 
 TABLE: dict[str, dict[str, Cell]] = {
     "cute": {
         "block_scores": _NO_CUTE,
         "select_blocks": _NO_CUTE,
-        "key_schedule": _borrowed(_triton("schedule:key_schedule"), COMPILED),
-        "forward": _borrowed(_triton("forward:forward", (40_960, 81_928)), SIMULATED),
-        "backward_preprocess": _sm100("backward_preprocess"),
-        "task_build": _sm100("task_build"),
-        "backward": _sm100("backward"),
-        "backward_postprocess": _sm100("backward_postprocess"),
+        "key_schedule": _by_triton(_KEY_SCHEDULE, _SM90, RAN, "H200")
+        | _by_triton(_KEY_SCHEDULE, _SM100, COMPILED, "10.0"),
+        "forward": _sm90("forward") | _by_triton(_FORWARD, _SM100, SIMULATED, "10.0"),
+        "backward_preprocess": _sm90("backward_preprocess") | _sm100("backward_preprocess"),
+        "task_build": _sm90("task_build") | _sm100("task_build"),
+        "backward": _sm90("backward") | _sm100("backward"),
+        "backward_postprocess": _sm90("backward_postprocess") | _sm100("backward_postprocess"),
     },
     "triton": {
         "block_scores": Cell(fused="select_blocks"),
         "select_blocks": _triton("selection:select_blocks", (33_792, 67_584)),
-        "key_schedule": _triton("schedule:key_schedule"),
-        "forward": _triton("forward:forward", (40_960, 81_928)),
+        "key_schedule": _KEY_SCHEDULE,
+        "forward": _FORWARD,
         "backward_preprocess": _triton("backward:backward_preprocess"),
         "task_build": Cell(fused="backward"),
         "backward": _triton("backward:backward", (57_608, 98_600)),

@@ -1,9 +1,9 @@
-"""CuTe DSL kernels, and the two gates in front of them. Importing this package imports no DSL.
+"""CuTe DSL kernels, and the gates in front of them. Importing this package imports no DSL.
 
 ``require_cute_dsl`` gates the toolchain: every kernel module calls it before its first DSL import,
 so that a host without the DSL meets :class:`~openmsa.errors.UnavailableError` rather than a bare
-``ModuleNotFoundError``. ``require_sm100`` and ``require_sm103`` gate the device: ask before
-compiling or launching anything.
+``ModuleNotFoundError``. ``require_sm90``, ``require_sm100`` and ``require_sm103`` gate the device:
+ask before compiling or launching anything.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from openmsa.errors import UnavailableError, UnsupportedProblem, invalid_input
 __all__ = [
     "MSA_KERNEL_IMPORT_ERROR",
     "require_cute_dsl",
+    "require_sm90",
     "require_sm100",
     "require_sm103",
     "sm_capability",
@@ -31,7 +32,7 @@ MSA_KERNEL_IMPORT_ERROR = (
 """What a host without the CuTe toolchain is told."""
 
 _TOOLCHAIN = ("cutlass", "cuda.bindings.driver", "tvm_ffi")
-_SM100, _SM103 = (10, 0), (10, 3)
+_SM90, _SM100, _SM103 = (9, 0), (10, 0), (10, 3)
 _INSTEAD = (
     'use backend="auto", or name "triton", "cpu" or "reference" (openmsa info lists what runs here)'
 )
@@ -54,6 +55,19 @@ def require_cute_dsl() -> None:
             raise UnavailableError(
                 f"{MSA_KERNEL_IMPORT_ERROR} (cannot import {module}: {error})"
             ) from error
+
+
+def require_sm90(device: torch.device) -> None:
+    """Refuse any device that the SM90 kernels are not built for.
+
+    Args:
+        device: the device the caller is about to run on.
+
+    Raises:
+        UnsupportedProblem: (a ``NotImplementedError``) the compute capability is not exactly 9.0,
+            or there is none.
+    """
+    _require(device, _SM90)
 
 
 def require_sm100(device: torch.device) -> None:

@@ -20,15 +20,16 @@ _BACKWARD = (
     ),
 )
 
-MODULES: dict[str, tuple[str, ...]] = {"sm_100a": _BACKWARD, "sm_103a": _BACKWARD, "sm_90a": ()}
+MODULES: dict[str, tuple[str, ...]] = {"sm_100a": _BACKWARD, "sm_103a": _BACKWARD}
 """Architecture -> modules with ``builds(arch)``, in the order of a backward pass. They need the
 DSL, and so are imported by name when they are asked for."""
 
-ROOFLINES = {
-    "backward": f"{_SM100}.backward.roofline",
-    "backward_in_order": f"{_SM100}.backward.roofline",
+ROOFLINES: dict[tuple[str, str], str] = {
+    (arch, kernel): f"{_SM100}.backward.roofline"
+    for arch in ("sm_100a", "sm_103a")
+    for kernel in ("backward", "backward_in_order")
 }
-"""Kernel -> a module with ``roofline(build, products)``."""
+"""Architecture and kernel -> a module with ``roofline(build, products)``."""
 
 
 def builds(arch: str) -> tuple[Build, ...]:
@@ -38,24 +39,24 @@ def builds(arch: str) -> tuple[Build, ...]:
         UnsupportedProblem: there is no kernel for ``arch``; the message says for which there are.
         UnavailableError: there are kernels, but no DSL here.
     """
-    modules = MODULES.get(arch, ())
-    if not modules:
-        have = ", ".join(name for name, found in MODULES.items() if found) or "none yet"
+    if arch not in MODULES:
         raise UnsupportedProblem(
-            f"no kernel is written in the CuTe DSL for {arch}; architectures that have some: {have}"
+            f"no kernel is written in the CuTe DSL for {arch}; "
+            f"architectures that have some: {', '.join(MODULES)}"
         )
     require_cute_dsl()
     return tuple(
-        build for module in modules for build in importlib.import_module(module).builds(arch)
+        build for module in MODULES[arch] for build in importlib.import_module(module).builds(arch)
     )
 
 
 def roofline(build: Build, products: tuple[Any, ...] = ()) -> Roofline | None:
     """What a unit of the kernel's work costs, by the matrix products that its code has (see
     :func:`openmsa.kernels.common.instructions.products`); None for a kernel without a roofline."""
-    if build.name not in ROOFLINES:
+    module = ROOFLINES.get((build.arch, build.name))
+    if module is None:
         return None
-    found: Roofline = importlib.import_module(ROOFLINES[build.name]).roofline(build, products)
+    found: Roofline = importlib.import_module(module).roofline(build, products)
     return found
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["LAUNCHERS"]
+__all__ = ["FAMILIES", "LAUNCHERS"]
 
-_SM100 = "openmsa.kernels.sm100"
+_SM90, _SM100 = "openmsa.kernels.sm90", "openmsa.kernels.sm100"
 
 LAUNCHERS: dict[str, str] = {
     "backward_preprocess": f"{_SM100}.backward_preprocess:backward_preprocess",
@@ -12,4 +12,16 @@ LAUNCHERS: dict[str, str] = {
     "backward": f"{_SM100}.backward.launch:backward",
     "backward_postprocess": f"{_SM100}.backward_postprocess:backward_postprocess",
 }
-"""Stage -> ``"module:function"``; a new kernel adds its line here."""
+"""Stage -> ``"module:function"`` for B200 and B300; a new kernel adds its line here."""
+
+FAMILIES: dict[str, dict[str, str]] = {
+    "sm100": LAUNCHERS,
+    "sm90": {
+        "forward": f"{_SM90}.forward.launch:forward",
+        "backward_preprocess": LAUNCHERS["backward_preprocess"],
+        "task_build": f"{_SM90}.task_build:task_build",
+        "backward": f"{_SM90}.backward.launch:backward",
+        "backward_postprocess": LAUNCHERS["backward_postprocess"],
+    },
+}
+"""Family of devices -> its launchers, some of which serve both."""
