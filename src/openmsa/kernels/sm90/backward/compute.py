@@ -57,7 +57,6 @@ def run(c: Context, maps: Maps, tiles: Tiles) -> None:
     left = c.meta(0, Meta.TILES)
     while left > 0:
         stage, used = c.stage(tile)
-        head, start, keys = (c.meta(stage, at) for at in (Meta.HEAD, Meta.START, Meta.KEYS))
         dk.fill(0.0)
         dv.fill(0.0)
         c.wait(Barrier.K_FULL, turn)
@@ -68,11 +67,16 @@ def run(c: Context, maps: Maps, tiles: Tiles) -> None:
             _tile(c, maps, tiles, thread, tile, (s, dk, dv), last=False)
             tile += 1
         _tile(c, maps, tiles, thread, tile, (s, dk, dv), last=True)
-        tile += 1
+        stage, used = c.stage(tile)
+        task = store.task_of(c, stage)
+        arrive_warp(c.barrier(Barrier.Q_EMPTY, stage))
         arrive_warp(c.barrier(Barrier.KV_EMPTY))
+        tile += 1
         turn += 1
-        store.add_block(c, maps.dv, maps.dv_at, tiles.dq, thread, head, start, keys, dv)
-        store.add_block(c, maps.dk, maps.dk_at, tiles.dq, thread, head, start, keys, dk)
+        store.await_turn(c, thread, task)
+        store.add_block(c, maps.dv, maps.dv_at, tiles.dq, thread, task, dv)
+        store.add_block(c, maps.dk, maps.dk_at, tiles.dq, thread, task, dk)
+        store.end_turn(c, thread, task)
         stage, used = c.stage(tile)
         c.wait(Barrier.Q_FULL, used, stage)
         left = c.meta(stage, Meta.TILES)
@@ -93,9 +97,9 @@ def _scores(c: Context, tiles: Tiles, thread: Int32, stage: Any, s: Any) -> None
 def _tile(
     c: Context, maps: Maps, tiles: Tiles, thread: Int32, tile: Int32, sums: Any, last: bool
 ) -> None:
-    """One tile, whose S is on its way in ``sums``; leaves with the next one's, if it is not the
-    ``last`` of its task. Products are issued before what they do not wait for: dP before P, dV
-    before dS, the next S before dQ is stored."""
+    """One tile, whose S is in ``sums``; leaves with the next one's, but for the ``last`` of a task,
+    which does not give its stage back either. Products are issued before what does not wait for
+    them: dP before P, dV before dS, dK and the next S before dQ is stored."""
     s, dk, dv = sums
     stage, used = c.stage(tile)
     scores, adds = forms.scores(c.dtype), forms.sums(c.dtype)
@@ -140,7 +144,8 @@ def _tile(
         warpgroup.wait_group(2)
     store.add_rows(c, maps, tiles.dq, thread, stage, dq)
     warpgroup.wait_group(0)
-    arrive_warp(c.barrier(Barrier.Q_EMPTY, stage))
+    if cutlass.const_expr(not last):
+        arrive_warp(c.barrier(Barrier.Q_EMPTY, stage))
 
 
 def _sums(form: Any, shape: Any) -> Any:

@@ -2,7 +2,7 @@
 
 A tile is 64 rows, that is ``64 / group`` gathered queries with their ``group`` heads, against a
 block of 128 keys. Two consumer warpgroups have 64 keys each, whose dk and dv (64 x 128 fp32 each)
-stay in registers for a task; P and dS pass through registers too, and dS through shared memory once,
+stay in registers for a task; P and dS pass through registers too, and dS through shared memory,
 because dQ sums over all 128 keys. Half of the channels of dQ fall to each warpgroup.
 """
 
@@ -86,7 +86,9 @@ class Meta(IntEnum):
     ROW = 3
     START = 4
     KEYS = 5
-    COUNT = 6
+    BEFORE = 6  # edges of the key block in earlier tasks
+    EDGES = 7  # of the task
+    COUNT = 8
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Config:
     Attributes:
         dtype: ``"bfloat16"`` or ``"float16"``.
         group: query heads of a KV head: 8, 16, 32 or 64.
-        deterministic: parts of dq go to slots, and dk and dv are added in the order of tasks.
+        deterministic: dq is summed as integers, and dk and dv are added in the order of tasks.
     """
 
     dtype: str
@@ -129,6 +131,11 @@ class Config:
         return Meta.COUNT + 2 * self.queries
 
     @property
+    def floats(self) -> int:
+        """Terms of a row: of lse, of delta, and the factor that makes its dq an integer."""
+        return 3 if self.deterministic else 2
+
+    @property
     def threads(self) -> int:
         return (CONSUMERS + 1) * _WARPS * 32
 
@@ -139,7 +146,7 @@ class Config:
         rows = 2 * STAGES * TILE_ROWS * HEAD_DIM * 2
         ds = 2 * TILE_ROWS * BLOCK * 2
         dq = TILE_ROWS * HEAD_DIM * 4
-        floats = STAGES * 2 * TILE_ROWS * 4
+        floats = STAGES * self.floats * TILE_ROWS * 4
         # Rounded up for the alignment of what follows the integers.
         ints = -(-STAGES * self.words * 4 // 16) * 16
         return blocks + rows + ds + dq + floats + ints + Barrier.COUNT * 8

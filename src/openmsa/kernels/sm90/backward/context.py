@@ -28,6 +28,10 @@ class Tensors(NamedTuple):
         queries: int32 ``[Hkv, edges]``, of `KeySchedule`.
         positions: int32 ``[Tq]``, key position of each query in its document.
         blocks: int32 ``[rows, 3]``: first key row, keys, and position of each key block.
+        row_ptr: int32 ``[Hkv, rows + 1]``, of `KeySchedule`.
+        factors: fp32 ``[Tq, Hq]``: what makes a row of dq integers, where sums are ordered.
+        turns: int32 ``[Hkv, rows, 8]``, zero: edges of a key block that dk and dv hold, for each
+            consumer warp's 16 keys, where sums are ordered.
     """
 
     lse: cute.Tensor
@@ -38,6 +42,9 @@ class Tensors(NamedTuple):
     queries: cute.Tensor
     positions: cute.Tensor
     blocks: cute.Tensor
+    row_ptr: cute.Tensor
+    factors: cute.Tensor
+    turns: cute.Tensor
 
 
 class Numbers(NamedTuple):
@@ -89,7 +96,8 @@ class Context:
 
     Attributes:
         barriers: the mbarriers, by `Barrier`.
-        floats: fp32 ``[STAGES, 2, 64]`` in shared memory: -lse * log2(e), and -scale * delta.
+        floats: fp32 ``[STAGES, 2 or 3, 64]`` in shared memory: -lse * log2(e), -scale * delta, and
+            the factor of dq.
         ints: int32 ``[STAGES, words]``: `Meta`, then each query, and the keys that it sees.
     """
 

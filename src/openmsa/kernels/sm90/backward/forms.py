@@ -22,8 +22,8 @@ from cutlass.utils import LayoutEnum  # noqa: E402
 from openmsa.kernels.sm90.backward.config import BLOCK, HEAD_DIM, STAGES, TILE_ROWS  # noqa: E402
 
 __all__ = [
-    "block", "block_columns", "columns", "ds_columns", "multiply", "parts", "rows", "scores", "sums",
-    "view",
+    "block", "block_columns", "columns", "ds_columns", "multiply", "parts", "rows", "scores",
+    "sums", "view",
 ]  # fmt: skip
 
 _ROW, _COLUMN = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR

@@ -56,7 +56,8 @@ class Backward:
         dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, tensors: Tensors, numbers: Numbers,
         grid: Int32, stream: Any,
     ) -> None:  # fmt: skip
-        """q, d_out, dq ``[Tq, Hq, D]``; k, v, dk, dv ``[Tk, Hkv, D]``; channels contiguous."""
+        """q, d_out, dq ``[Tq, Hq, D]``; k, v, dk, dv ``[Tk, Hkv, D]``; channels contiguous. dq is
+        int32 where sums are ordered."""
         tensors = Tensors(*tensors)
         numbers = Numbers(*numbers)
         group, heads = self.config.group, self.config.heads
@@ -105,9 +106,10 @@ class Backward:
             tile(self.dtype, 2 * TILE_ROWS * BLOCK),
             tile(Float32, TILE_ROWS * HEAD_DIM),
         )
+        terms = self.config.floats
         floats = shared.allocate_tensor(
             Float32,
-            cute.make_layout((STAGES, 2, TILE_ROWS), stride=(2 * TILE_ROWS, TILE_ROWS, 1)),
+            cute.make_layout((STAGES, terms, TILE_ROWS), stride=(terms * TILE_ROWS, TILE_ROWS, 1)),
             byte_alignment=16,
         )
         words = self.config.words

@@ -19,7 +19,8 @@ from openmsa.contract.tasks import BackwardTasks  # noqa: E402
 from openmsa.kernels.common.compile import ANY, Build, fake, function  # noqa: E402
 from openmsa.kernels.common.device import arch_of, sm_count_of  # noqa: E402
 from openmsa.kernels.common.tensors import aligned  # noqa: E402
-from openmsa.kernels.sm90.backward.config import HEAD_DIM, Config  # noqa: E402
+from openmsa.kernels.sm90.backward import fixed  # noqa: E402
+from openmsa.kernels.sm90.backward.config import CONSUMERS, HEAD_DIM, Config  # noqa: E402
 from openmsa.kernels.sm90.backward.context import Numbers, Tensors  # noqa: E402
 from openmsa.kernels.sm90.backward.kernel import Backward  # noqa: E402
 from openmsa.kernels.stages.lookup import lookup  # noqa: E402
@@ -44,26 +45,35 @@ def backward(
     """
     q, k, v, d_out = (aligned(x) for x in (saved.q, saved.k, saved.v, d_out))
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    if not layout.num_queries or not saved.schedule.num_rows:
+    heads, rows = k.shape[1], saved.schedule.num_rows
+    if not layout.num_queries or not rows:
         return dq, dk, dv
     facts = Config(
         str(q.dtype).removeprefix("torch."), q.shape[1] // k.shape[1], config.deterministic
     )
-    positions, blocks = lookup(layout, saved.schedule.num_rows, config.block_size)
-    ticket = torch.zeros(1, dtype=torch.int32, device=q.device)
+    arch = arch_of(q.device)
+    positions, blocks = lookup(layout, rows, config.block_size)
+    factors, turns = delta, tasks.tasks.view(1, 1, -1)[..., :0]
+    if config.deterministic:
+        indices = saved.indices.contiguous()
+        factors = fixed.units(arch, k, v, d_out, delta, indices, blocks, layout, config.scale)
+        turns = torch.zeros((heads, rows, CONSUMERS * 4), dtype=torch.int32, device=q.device)
     tensors = Tensors(
-        saved.lse.contiguous(), delta, tasks.tasks, tasks.count, ticket, saved.schedule.queries,
-        positions, blocks,
+        saved.lse.contiguous(), delta, tasks.tasks, tasks.count,
+        torch.zeros(1, dtype=torch.int32, device=q.device), saved.schedule.queries, positions,
+        blocks, saved.schedule.row_ptr, factors, turns,
     )  # fmt: skip
     numbers = Numbers(config.scale, config.scale * math.log2(math.e))
     grid = min(sm_count_of(q.device), tasks.tasks.shape[0])
-    function(_build(arch_of(q.device), facts))(q, k, v, d_out, dq, dk, dv, tensors, numbers, grid)
-    return dq, dk, dv
+    sums = dq.view(torch.int32) if config.deterministic else dq
+    function(_build(arch, facts))(q, k, v, d_out, sums, dk, dv, tensors, numbers, grid)
+    return fixed.real(arch, sums, factors) if config.deterministic else dq, dk, dv
 
 
 def builds(arch: str) -> tuple[Build, ...]:
     """What :func:`backward` compiles for MiniMax-M3 in bf16."""
-    return (_build(arch, Config("bfloat16", 16)),)
+    main = (_build(arch, Config("bfloat16", 16, ordered)) for ordered in (False, True))
+    return *main, *fixed.builds(arch)
 
 
 def _build(arch: str, config: Config) -> Build:
@@ -73,7 +83,8 @@ def _build(arch: str, config: Config) -> Build:
             fake(dtype, (ANY, ANY, HEAD_DIM), strides=(ANY, ANY, 1), align=16) for _ in range(4)
         ]
         rows, wide = (ANY, ANY), (ANY, ANY, HEAD_DIM)
-        sums = [fake(torch.float32, wide, align=16) for _ in range(3)]
+        kind = torch.int32 if config.deterministic else torch.float32
+        sums = [fake(x, wide, align=16) for x in (kind, torch.float32, torch.float32)]
         tensors = Tensors(
             lse=fake(torch.float32, rows),
             delta=fake(torch.float32, rows),
@@ -83,6 +94,9 @@ def _build(arch: str, config: Config) -> Build:
             queries=fake(torch.int32, rows),
             positions=fake(torch.int32, (ANY,)),
             blocks=fake(torch.int32, (ANY, 3)),
+            row_ptr=fake(torch.int32, rows),
+            factors=fake(torch.float32, rows),
+            turns=fake(torch.int32, (ANY, ANY, ANY)),
         )
         numbers = Numbers(Float32(0), Float32(0))
         return Backward(config), (*operands, *sums, tensors, numbers, Int32(0))
@@ -91,4 +105,4 @@ def _build(arch: str, config: Config) -> Build:
         ("dtype", config.dtype), ("group", config.group), ("deterministic", config.deterministic),
         ("shared_bytes", config.shared_bytes),
     )  # fmt: skip
-    return Build("backward_sm90", arch, facts, make)
+    return Build("backward_in_order" if config.deterministic else "backward", arch, facts, make)

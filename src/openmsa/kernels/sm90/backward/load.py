@@ -2,8 +2,8 @@
 
 A tile's rows are gathered, one box per query of ``group`` heads and 64 channels; a row without a
 query has the index -1, which lies outside the tensor and so is filled with zeros, and an lse that
-makes its P zero. What a tile needs besides (lse, delta, visible keys) the warp reads one tile ahead,
-and the next task while it works on this one.
+makes its P zero. What a tile needs besides (lse, delta, visible keys) the warp reads one tile
+ahead, and takes the next task while it works on this one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ROWS_BYTES = TILE_ROWS * HEAD_DIM * 2
 _BLOCK_BYTES = BLOCK * HEAD_DIM * 2
 _ROW_WORDS = CHANNELS * 2 // 4
 _LOG2E = math.log2(math.e)
-_NOTHING = float("-inf")
+_INFINITE = float("inf")
 
 
 @cute.jit
@@ -58,13 +58,16 @@ def run(c: Context, maps: Maps, rows: Any, d_rows: Any, k: Any, v: Any) -> None:
         start, keys, first = (c.tensors.blocks[row, i] for i in range(3))
         lane = cute.arch.lane_idx()
         query, visible = _edges(c, head, edge, size, lane, first, keys)
-        lse, delta = _scalars(c, query, head, 0)
+        before = Int32(0)
+        if cutlass.const_expr(c.config.deterministic):
+            before = edge - c.tensors.row_ptr[head, row]
+        terms = _scalars(c, query, head, 0)
         for at in cutlass.range(0, size, c.config.queries, unroll=1):
             stage, used = c.stage(tile)
             c.wait_free(Barrier.Q_EMPTY, used, stage)
             within = at % _LANES
-            _write(c, stage, query, visible, lse, delta, within)
-            _write_meta(c, stage, (head, row, size, start, keys), visible, within)
+            _write(c, stage, query, visible, terms, within)
+            _write_meta(c, stage, (head, row, size, start, keys, before), visible, within)
             cute.arch.sync_warp()
             _rows(c, maps.q, q_from, q_to, Barrier.Q_FULL, query, within, head, stage)
             if at == 0:
@@ -85,7 +88,7 @@ def run(c: Context, maps: Maps, rows: Any, d_rows: Any, k: Any, v: Any) -> None:
             if ahead < size:
                 if ahead % _LANES == 0:
                     query, visible = _edges(c, head, edge + ahead, size - ahead, lane, first, keys)
-                lse, delta = _scalars(c, query, head, ahead % _LANES)
+                terms = _scalars(c, query, head, ahead % _LANES)
         task, coming = coming, _ticket(c)
     stage, used = c.stage(tile)
     c.wait_free(Barrier.Q_EMPTY, used, stage)
@@ -100,7 +103,9 @@ def _ticket(c: Context) -> Int32:
     """A task of one's own; beyond the last one where there is none left."""
     found = Int32(0)
     if cute.arch.lane_idx() == 0:
-        found = cute.arch.atomic_add(c.tensors.ticket.iterator, Int32(1), sem="relaxed", scope="gpu")
+        found = cute.arch.atomic_add(
+            c.tensors.ticket.iterator, Int32(1), sem="relaxed", scope="gpu"
+        )
     return cute.arch.shuffle_sync(found, 0)
 
 
@@ -120,30 +125,33 @@ def _edges(
 
 @cute.jit
 def _scalars(c: Context, query: Int32, head: Int32, within: Any) -> Any:
-    """lse and delta of the lane's rows: one in each 32 rows of the tile."""
-    lse = cute.make_rmem_tensor(TILE_ROWS // _LANES, Float32)
-    delta = cute.make_rmem_tensor(TILE_ROWS // _LANES, Float32)
+    """lse, delta (and the factor of dq) of the lane's rows: one in each 32 rows of the tile."""
+    found = cute.make_rmem_tensor((TILE_ROWS // _LANES, c.config.floats), Float32)
+    found.fill(0.0)
     group = c.config.group
     for i in cutlass.range_constexpr(TILE_ROWS // _LANES):
         at = i * _LANES + cute.arch.lane_idx()
         of = cute.arch.shuffle_sync(query, within + at // group)
         q_head = head * group + at % group
-        lse[i], delta[i] = Float32(-_NOTHING), Float32(0.0)
+        found[i, 0] = Float32(_INFINITE)
         if of >= 0:
-            lse[i], delta[i] = c.tensors.lse[of, q_head], c.tensors.delta[of, q_head]
-    return (lse[0], lse[1]), (delta[0], delta[1])
+            found[i, 0], found[i, 1] = c.tensors.lse[of, q_head], c.tensors.delta[of, q_head]
+            if cutlass.const_expr(c.config.deterministic):
+                found[i, 2] = c.tensors.factors[of, q_head]
+    return tuple(found[i] for i in range(cute.size(found)))
 
 
 @cute.jit
-def _write(
-    c: Context, stage: Any, query: Int32, visible: Int32, lse: Any, delta: Any, within: Int32
-) -> None:
+def _write(c: Context, stage: Any, query: Int32, visible: Int32, terms: Any, within: Int32) -> None:
     """A tile's scalars: what is added in the exponent and in dS, queries, visible keys."""
     lane = cute.arch.lane_idx()
     floats, ints = c.floats, c.ints
-    for i in cutlass.range_constexpr(TILE_ROWS // _LANES):
-        floats[stage, 0, i * _LANES + lane] = -lse[i] * Float32(_LOG2E)
-        floats[stage, 1, i * _LANES + lane] = -delta[i] * c.numbers.scale
+    parts = TILE_ROWS // _LANES
+    for i in cutlass.range_constexpr(parts):
+        floats[stage, 0, i * _LANES + lane] = -terms[i] * Float32(_LOG2E)
+        floats[stage, 1, i * _LANES + lane] = -terms[parts + i] * c.numbers.scale
+        if cutlass.const_expr(c.config.deterministic):
+            floats[stage, 2, i * _LANES + lane] = terms[2 * parts + i]
     slot = lane - within
     if slot >= 0 and slot < c.config.queries:
         ints[stage, c.query_at(slot)] = query
@@ -151,10 +159,8 @@ def _write(
 
 
 @cute.jit
-def _write_meta(
-    c: Context, stage: Any, task: Any, visible: Int32, within: Int32
-) -> None:
-    head, row, size, start, keys = task
+def _write_meta(c: Context, stage: Any, task: Any, visible: Int32, within: Int32) -> None:
+    head, row, size, start, keys, before = task
     slot = cute.arch.lane_idx() - within
     short = slot >= 0 and slot < c.config.queries and visible < BLOCK
     masked = cute.arch.vote_any_sync(short)
@@ -166,6 +172,8 @@ def _write_meta(
         ints[stage, int(Meta.START)] = start
         ints[stage, int(Meta.KEYS)] = keys
         ints[stage, int(Meta.ROW)] = row
+        ints[stage, int(Meta.BEFORE)] = before
+        ints[stage, int(Meta.EDGES)] = size
 
 
 @cute.jit

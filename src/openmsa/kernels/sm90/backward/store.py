@@ -11,6 +11,7 @@ from openmsa.kernels import require_cute_dsl
 
 require_cute_dsl()
 
+from dataclasses import dataclass  # noqa: E402
 from typing import Any  # noqa: E402
 
 import cutlass  # noqa: E402
@@ -18,10 +19,14 @@ import cutlass.cute as cute  # noqa: E402
 from cutlass import Float32, Int32  # noqa: E402
 from cutlass.cute.nvgpu import cpasync  # noqa: E402
 
+from openmsa.kernels.common.ptx import nearest_s32  # noqa: E402
 from openmsa.kernels.sm90.backward.config import HEAD_DIM, TILE_ROWS, Meta  # noqa: E402
 from openmsa.kernels.sm90.backward.context import Context, Maps  # noqa: E402
 
-__all__ = ["BOX", "WARP_ROWS", "add_block", "add_rows", "drain"]
+__all__ = [
+    "BOX", "WARP_ROWS", "Task", "add_block", "add_rows", "await_turn", "drain", "end_turn",
+    "task_of",
+]  # fmt: skip
 
 BOX = 32
 """Channels of a box: 128 bytes of fp32, the span of a swizzle."""
@@ -33,16 +38,17 @@ _BOX_ROWS = TILE_ROWS  # rows of a warpgroup: a box of shared memory
 
 
 @cute.jit
-def add_rows(
-    c: Context, maps: Maps, shared: Any, thread: Int32, stage: Any, dq: Any
-) -> None:
+def add_rows(c: Context, maps: Maps, shared: Any, thread: Int32, stage: Any, dq: Any) -> None:
     """dQ of the warp's rows and of the warpgroup's 64 channels."""
     head = c.meta(stage, Meta.HEAD)
     half = cute.arch.make_warp_uniform(thread // 128)
     warp = cute.arch.make_warp_uniform(thread % 128 // 32)
     heads = c.config.heads
+    kind = Int32 if c.config.deterministic else Float32
+    if cutlass.const_expr(c.config.deterministic):
+        dq = _integers(c, stage, thread, dq)
     _begin()
-    _write(shared, thread, dq, 0, None)
+    _write(shared, thread, dq, 0, WARP_ROWS)
     tiles = cute.local_tile(maps.dq_at, (BOX, heads, 1), (None, None, None))
     for piece in cutlass.range_constexpr(WARP_ROWS // heads):
         row = warp * WARP_ROWS + piece * heads
@@ -52,18 +58,75 @@ def add_rows(
                 at = (head * c.config.group + row % c.config.group) // heads
                 _add(
                     maps.dq,
-                    _box(shared, half, box, row, heads),
+                    _box(cute.recast_ptr(shared, dtype=kind), half, box, row, heads),
                     tiles[None, None, None, half * _BOXES + box, at, query],
                 )
     cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
+def _integers(c: Context, stage: Any, thread: Int32, dq: Any) -> Any:
+    """dQ in its rows' units, to the nearest."""
+    found = cute.make_rmem_tensor(dq.layout, Int32)
+    row = thread % 128 // 32 * WARP_ROWS + thread % 32 // 4
+    factors = (c.floats[stage, 2, row], c.floats[stage, 2, row + 8])
+    for i in cutlass.range_constexpr(cute.size(dq)):
+        found[i] = nearest_s32(dq[i] * factors[i // 2 % 2])
+    return found
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a flush needs to know: KV head, schedule row, first key and keys of the block, and the
+    edges of the row in earlier tasks and in this one."""
+
+    head: Int32
+    row: Int32
+    start: Int32
+    keys: Int32
+    before: Int32
+    edges: Int32
+
+
+def task_of(c: Context, stage: Any) -> Task:
+    """The task of the tile in ``stage``."""
+    order = (Meta.HEAD, Meta.ROW, Meta.START, Meta.KEYS, Meta.BEFORE, Meta.EDGES)
+    return Task(*(c.meta(stage, which) for which in order))
+
+
+@cute.jit
+def await_turn(c: Context, thread: Int32, task: Task) -> None:
+    """Where sums are ordered: until dk and dv of the warp's keys hold all earlier tasks. Those were
+    taken before this one, so that their thread blocks are running or done."""
+    if cutlass.const_expr(c.config.deterministic):
+        turn = _turn(c, thread, task)
+        while cute.arch.load(turn, Int32, sem="acquire", scope="gpu") < task.before:
+            pass
+        cute.arch.fence_proxy("async.global")
+
+
+@cute.jit
+def end_turn(c: Context, thread: Int32, task: Task) -> None:
+    """Where sums are ordered: the next task of the key block may add."""
+    if cutlass.const_expr(c.config.deterministic):
+        cute.arch.cp_async_bulk_wait_group(0)
+        cute.arch.fence_proxy("async.global")
+        cute.arch.sync_warp()
+        if thread % 32 == 0:
+            cute.arch.atomic_add(_turn(c, thread, task), task.edges, sem="release", scope="gpu")
+
+
+def _turn(c: Context, thread: Any, task: Task) -> Any:
+    turns = c.tensors.turns
+    return turns.iterator + ((task.head * turns.shape[1] + task.row) * 8 + thread // 32)
+
+
+@cute.jit
 def add_block(
-    c: Context, atom: Any, at: Any, shared: Any, thread: Int32, head: Int32, start: Int32,
-    keys: Int32, total: Any,
-) -> None:  # fmt: skip
+    c: Context, atom: Any, at: Any, shared: Any, thread: Int32, task: Task, total: Any
+) -> None:
     """dV or dK of the warp's 16 keys; those past a short block add zero to what lies there."""
+    head, start, keys = task.head, task.start, task.keys
     half = cute.arch.make_warp_uniform(thread // 128)
     warp = cute.arch.make_warp_uniform(thread % 128 // 32)
     first = half * TILE_ROWS + warp * WARP_ROWS
@@ -96,25 +159,34 @@ def _begin() -> None:
 
 @cute.jit
 def _write(shared: Any, thread: Int32, values: Any, first: Any, live: Any) -> None:
-    """64 channels from ``first`` on to shared memory; rows from ``live`` on, if it is not None, are
-    zero. A thread's two rows are 8 apart, and it has two neighbouring channels of every eight."""
+    """64 channels from ``first`` on to shared memory; rows from ``live`` on are zero.
+
+    A thread's two rows are 8 apart, and it has two neighbouring channels of every eight.
+
+    Swizzling lets 16-byte pieces of a row's 128 bytes change places by the row's last three bits;
+    rows 2 n and 2 n + 1 then have the same banks for the same 32 bytes. So odd rows write their
+    eights in another order, and the 16 lanes that are served together meet no bank twice.
+    """
     half, warp, lane = thread // 128, thread % 128 // 32, thread % 32
     row, pair = lane // 4, lane % 4
+    odd = row % 2
+    shared = cute.recast_ptr(shared, dtype=values.element_type)
     base = shared + (half * _BOXES * _BOX_ROWS + warp * WARP_ROWS + row) * BOX
-    for eight in cutlass.range_constexpr(_WIDE // 8):
-        # Swizzled: 16 bytes change places within a row's 128 by the row's last three bits.
-        at = (eight % 4 * 2 + pair // 2) ^ row
-        to = base + (at * 4 + pair % 2 * 2 + eight // 4 * (_BOX_ROWS * BOX))
-        for lower in cutlass.range_constexpr(2):
-            two = cute.make_rmem_tensor(2, Float32)
-            for i in cutlass.range_constexpr(2):
-                value = values[first // 2 + eight * 4 + lower * 2 + i]
-                two[i] = value
-                if cutlass.const_expr(live is not None):
+    for box in cutlass.range_constexpr(_BOXES):
+        for eight in cutlass.range_constexpr(4):
+            at = (eight * 2 + pair // 2) ^ row ^ (odd * 4)
+            to = base + (at * 4 + pair % 2 * 2 + box * (_BOX_ROWS * BOX))
+            for lower in cutlass.range_constexpr(2):
+                two = cute.make_rmem_tensor(2, values.element_type)
+                for i in cutlass.range_constexpr(2):
+                    mine = first // 2 + box * 16 + lower * 2 + i
+                    two[i] = values[mine + eight * 4]
+                    if odd != 0:
+                        two[i] = values[mine + (eight ^ 2) * 4]
                     if row + lower * 8 >= live:
-                        two[i] = Float32(0.0)
-            target = cute.make_tensor((to + lower * 8 * BOX).align(8), cute.make_layout(2))
-            cute.autovec_copy(two, target)
+                        two[i] = values.element_type(0)
+                target = cute.make_tensor((to + lower * 8 * BOX).align(8), cute.make_layout(2))
+                cute.autovec_copy(two, target)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
 
