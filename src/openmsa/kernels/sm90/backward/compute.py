@@ -28,7 +28,7 @@ from openmsa.kernels.common.ptx import arrive_warp  # noqa: E402
 from openmsa.kernels.sm90.backward import forms, store  # noqa: E402
 from openmsa.kernels.sm90.backward.config import (  # noqa: E402
     BLOCK,
-    CONSUMERS,
+    BUFFERS,
     HEAD_DIM,
     TILE_ROWS,
     Barrier,
@@ -37,10 +37,6 @@ from openmsa.kernels.sm90.backward.config import (  # noqa: E402
 from openmsa.kernels.sm90.backward.context import Context, Maps, Tiles  # noqa: E402
 
 __all__ = ["run"]
-
-_THREADS = CONSUMERS * 128
-_DS_WRITTEN = 1
-"""The named barrier of both warpgroups: all of a tile's dS is written."""
 
 _PIECES = TILE_ROWS // 8
 """Groups of eight rows; a thread has two rows of each, for each of its two keys."""
@@ -51,28 +47,35 @@ def run(c: Context, maps: Maps, tiles: Tiles) -> None:
     """All tasks of the thread block, until the loader says that there are no more."""
     thread = cute.arch.thread_idx()[0]
     dk, dv = (_sums(forms.sums(c.dtype), (BLOCK, HEAD_DIM)) for _ in range(2))
-    s = _sums(forms.scores(c.dtype), (BLOCK, TILE_ROWS))
     tile, turn = Int32(0), Int32(0)
     c.wait(Barrier.Q_FULL, 0, 0)
     left = c.meta(0, Meta.TILES)
     while left > 0:
-        stage, used = c.stage(tile)
         dk.fill(0.0)
         dv.fill(0.0)
         c.wait(Barrier.K_FULL, turn)
-        _scores(c, tiles, thread, stage, s)
-        warpgroup.wait_group(0)
         c.wait(Barrier.V_FULL, turn)
+        s = _scores(c, tiles, thread, tile)
+        _first_half(c, tiles, thread, tile, s, dk, dv)
         for _ in cutlass.range(left - 1, unroll=1):
-            _tile(c, maps, tiles, thread, tile, (s, dk, dv), last=False)
+            dq = _parts(c, tiles, thread, tile)
+            stage, used = c.stage(tile + 1)
+            c.wait(Barrier.Q_FULL, used, stage)
+            s = _scores(c, tiles, thread, tile + 1)
+            warpgroup.wait_group(1)
+            _second_half(c, maps, tiles, thread, tile, dq)
+            arrive_warp(c.barrier(Barrier.Q_EMPTY, c.stage(tile)[0]))
             tile += 1
-        _tile(c, maps, tiles, thread, tile, (s, dk, dv), last=True)
+            _first_half(c, tiles, thread, tile, s, dk, dv)
+        dq = _parts(c, tiles, thread, tile)
+        warpgroup.wait_group(0)
+        arrive_warp(c.barrier(Barrier.KV_EMPTY))
+        _second_half(c, maps, tiles, thread, tile, dq)
         stage, used = c.stage(tile)
         task = store.task_of(c, stage)
         arrive_warp(c.barrier(Barrier.Q_EMPTY, stage))
-        arrive_warp(c.barrier(Barrier.KV_EMPTY))
-        tile += 1
         turn += 1
+        tile += 1
         store.await_turn(c, thread, task)
         store.add_block(c, maps.dv, maps.dv_at, tiles.dq, thread, task, dv)
         store.add_block(c, maps.dk, maps.dk_at, tiles.dq, thread, task, dk)
@@ -84,23 +87,24 @@ def run(c: Context, maps: Maps, tiles: Tiles) -> None:
 
 
 @cute.jit
-def _scores(c: Context, tiles: Tiles, thread: Int32, stage: Any, s: Any) -> None:
-    """Issue S^T of the tile in ``stage``."""
+def _scores(c: Context, tiles: Tiles, thread: Int32, tile: Int32) -> Any:
+    """Issue S^T of a tile."""
     form = forms.scores(c.dtype)
     mine = form.get_slice(thread)
+    rows = _last(forms.rows(c.dtype, tiles.q), c.stage(tile)[0])
     k = mine.make_fragment_A(mine.partition_A(_last(forms.block(c.dtype, tiles.k), 0)))
-    q = mine.make_fragment_B(mine.partition_B(_last(forms.rows(c.dtype, tiles.q), stage)))
+    q = mine.make_fragment_B(mine.partition_B(rows))
+    s = _sums(form, (BLOCK, TILE_ROWS))
     forms.multiply(form, k, q, s, adds=False)
+    return s
 
 
 @cute.jit
-def _tile(
-    c: Context, maps: Maps, tiles: Tiles, thread: Int32, tile: Int32, sums: Any, last: bool
+def _first_half(
+    c: Context, tiles: Tiles, thread: Int32, tile: Int32, s: Any, dk: Any, dv: Any
 ) -> None:
-    """One tile, whose S is in ``sums``; leaves with the next one's, but for the ``last`` of a task,
-    which does not give its stage back either. Products are issued before what does not wait for
-    them: dP before P, dV before dS, dK and the next S before dQ is stored."""
-    s, dk, dv = sums
+    """From S, which is on its way, to dV and dS; leaves while dK is being summed. Products are
+    issued before what does not wait for them: dP before P, dV before dS."""
     stage, used = c.stage(tile)
     scores, adds = forms.scores(c.dtype), forms.sums(c.dtype)
     mine, columns = scores.get_slice(thread), adds.get_slice(thread)
@@ -110,42 +114,45 @@ def _tile(
     c.wait(Barrier.DO_FULL, used, stage)
     forms.multiply(scores, v, g, d_p, adds=False)
     masked = c.meta(stage, Meta.MASKED)
+    warpgroup.wait_group(1)
     _probabilities(c, s, stage, thread, masked)
     p = _rounded(c, s, adds)
     warpgroup.wait_group(0)
     g_columns = columns.partition_B(_last(forms.columns(c.dtype, tiles.d_out), stage))
     forms.multiply(adds, p, columns.make_fragment_B(g_columns), dv, adds=True)
     _gradients(c, s, d_p, stage, thread, masked)
+    # Only now, as registers do not last for P beside dS.
     warpgroup.wait_group(0)
+    arrive_warp(c.barrier(Barrier.DO_EMPTY, stage))
     ds = _rounded(c, d_p, adds)
-    buffer = tile % 2
+    buffer, turn = tile % BUFFERS, tile // BUFFERS
+    c.wait_free(Barrier.DS_EMPTY, turn, buffer)
     _write_ds(c, scores, tiles, ds, thread, buffer)
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=_DS_WRITTEN, number_of_threads=_THREADS)
-
-    parts = forms.parts(c.dtype)
-    half = parts.get_slice(thread)
-    ds_columns = half.partition_A(_last(forms.ds_columns(c.dtype, tiles.ds), buffer))
-    k_columns = half.partition_B(_last(forms.block_columns(c.dtype, tiles.k), 0))
-    dq = _sums(parts, (TILE_ROWS, HEAD_DIM))
-    forms.multiply(
-        parts, half.make_fragment_A(ds_columns), half.make_fragment_B(k_columns), dq, adds=False
-    )
-    warpgroup.wait_group(1)
-    arrive_warp(c.barrier(Barrier.DO_EMPTY, stage))
+    arrive_warp(c.barrier(Barrier.DS_FULL, buffer))
     q_columns = columns.partition_B(_last(forms.columns(c.dtype, tiles.q), stage))
     forms.multiply(adds, ds, columns.make_fragment_B(q_columns), dk, adds=True)
-    if cutlass.const_expr(last):
-        warpgroup.wait_group(1)
-    else:
-        following, before = c.stage(tile + 1)
-        c.wait(Barrier.Q_FULL, before, following)
-        _scores(c, tiles, thread, following, s)
-        warpgroup.wait_group(2)
-    store.add_rows(c, maps, tiles.dq, thread, stage, dq)
-    warpgroup.wait_group(0)
-    if cutlass.const_expr(not last):
-        arrive_warp(c.barrier(Barrier.Q_EMPTY, stage))
+
+
+@cute.jit
+def _parts(c: Context, tiles: Tiles, thread: Int32, tile: Int32) -> Any:
+    """Issue dQ of a tile, once the other warpgroup has its dS, too."""
+    buffer, turn = tile % BUFFERS, tile // BUFFERS
+    form = forms.parts(c.dtype)
+    mine = form.get_slice(thread)
+    ds = mine.partition_A(_last(forms.ds_columns(c.dtype, tiles.ds), buffer))
+    k = mine.partition_B(_last(forms.block_columns(c.dtype, tiles.k), 0))
+    dq = _sums(form, (TILE_ROWS, HEAD_DIM))
+    c.wait(Barrier.DS_FULL, turn, buffer)
+    forms.multiply(form, mine.make_fragment_A(ds), mine.make_fragment_B(k), dq, adds=False)
+    return dq
+
+
+@cute.jit
+def _second_half(c: Context, maps: Maps, tiles: Tiles, thread: Int32, tile: Int32, dq: Any) -> None:
+    """dQ, which is there, to memory."""
+    arrive_warp(c.barrier(Barrier.DS_EMPTY, tile % BUFFERS))
+    store.add_rows(c, maps, tiles.dq, thread, c.stage(tile)[0], dq)
 
 
 def _sums(form: Any, shape: Any) -> Any:

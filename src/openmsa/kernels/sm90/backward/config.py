@@ -15,6 +15,7 @@ from openmsa.kernels.common.budgets import check_registers, check_shared
 
 __all__ = [
     "BLOCK",
+    "BUFFERS",
     "CHUNK",
     "CONSUMERS",
     "HEAD_DIM",
@@ -32,6 +33,9 @@ BLOCK = 128
 HEAD_DIM = 128
 TILE_ROWS = 64
 STAGES = 3
+BUFFERS = 2
+"""Tiles of dS: a warpgroup may be a tile ahead of the other."""
+
 CONSUMERS = 2  # warpgroups
 CHUNK = 256
 """Queries of a task: a thread block's dk and dv are added up once a task."""
@@ -52,7 +56,9 @@ class Barrier(IntEnum):
     Q_EMPTY = Q_FULL + STAGES
     DO_FULL = Q_EMPTY + STAGES
     DO_EMPTY = DO_FULL + STAGES
-    K_LANDED = DO_EMPTY + STAGES
+    DS_FULL = DO_EMPTY + STAGES
+    DS_EMPTY = DS_FULL + BUFFERS
+    K_LANDED = DS_EMPTY + BUFFERS
     K_FULL = K_LANDED + 1
     V_FULL = K_FULL + 1
     KV_EMPTY = V_FULL + 1
@@ -64,6 +70,8 @@ ARRIVERS = {
     Barrier.Q_EMPTY: CONSUMERS * _WARPS,  # each consumer warp, once
     Barrier.DO_FULL: 1,
     Barrier.DO_EMPTY: CONSUMERS * _WARPS,
+    Barrier.DS_FULL: CONSUMERS * _WARPS,
+    Barrier.DS_EMPTY: CONSUMERS * _WARPS,
     Barrier.K_LANDED: 1,
     Barrier.K_FULL: 1,
     Barrier.V_FULL: 1,
@@ -144,7 +152,7 @@ class Config:
         """Shared memory of a thread block."""
         blocks = 2 * BLOCK * HEAD_DIM * 2
         rows = 2 * STAGES * TILE_ROWS * HEAD_DIM * 2
-        ds = 2 * TILE_ROWS * BLOCK * 2
+        ds = BUFFERS * TILE_ROWS * BLOCK * 2
         dq = TILE_ROWS * HEAD_DIM * 4
         floats = STAGES * self.floats * TILE_ROWS * 4
         # Rounded up for the alignment of what follows the integers.

@@ -19,7 +19,7 @@ from cutlass import Float32  # noqa: E402
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup  # noqa: E402
 from cutlass.utils import LayoutEnum  # noqa: E402
 
-from openmsa.kernels.sm90.backward.config import BLOCK, HEAD_DIM, STAGES, TILE_ROWS  # noqa: E402
+from openmsa.kernels.sm90.backward.config import BLOCK, BUFFERS, HEAD_DIM, STAGES, TILE_ROWS  # noqa: E402
 
 __all__ = [
     "block", "block_columns", "columns", "ds_columns", "multiply", "parts", "rows", "scores",
@@ -85,7 +85,7 @@ def block_columns(dtype: Any, pointer: Any) -> cute.Tensor:
 def ds_columns(dtype: Any, pointer: Any) -> cute.Tensor:
     """``[row, key, buffer]`` of dS, rows contiguous."""
     shape = (TILE_ROWS, HEAD_DIM, BLOCK)
-    return view(pointer, hopper.make_smem_layout_a(_COLUMN, shape, dtype, 2))
+    return view(pointer, hopper.make_smem_layout_a(_COLUMN, shape, dtype, BUFFERS))
 
 
 def view(pointer: Any, layout: Any) -> cute.Tensor:

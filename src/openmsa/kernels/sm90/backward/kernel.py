@@ -17,6 +17,7 @@ from cutlass.cute.nvgpu import cpasync  # noqa: E402
 from openmsa.kernels.sm90.backward import compute, forms, load  # noqa: E402
 from openmsa.kernels.sm90.backward.config import (  # noqa: E402
     BLOCK,
+    BUFFERS,
     CONSUMERS,
     HEAD_DIM,
     REGISTERS,
@@ -103,7 +104,7 @@ class Backward:
             tile(self.dtype, BLOCK * HEAD_DIM),
             tile(self.dtype, rows),
             tile(self.dtype, rows),
-            tile(self.dtype, 2 * TILE_ROWS * BLOCK),
+            tile(self.dtype, BUFFERS * TILE_ROWS * BLOCK),
             tile(Float32, TILE_ROWS * HEAD_DIM),
         )
         terms = self.config.floats
