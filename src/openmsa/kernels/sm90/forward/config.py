@@ -9,7 +9,7 @@ engine for everything. Shared memory (bytes; elements have 16 bits)::
                             its partial output                          their output
     meta       6 x 4 words and 2 a query        meta       2 x 6 words
 
-A tile's output goes where its Q was: a warp writes over the 16 rows that it alone has read.
+A tile's output goes where its Q was.
 """
 
 from __future__ import annotations
@@ -57,9 +57,6 @@ UNION_TILES = 2
 MOST_EDGES = 256
 """(query, block) pairs of a union tile at most; beyond, every window goes the key-major way."""
 
-EDGES_PER_UNION_BLOCK = 4
-"""What one block of a union costs, in edges of the key-major way: the verdict's rule."""
-
 
 class KeyMajor(IntEnum):
     """Index of each mbarrier of the key-major kernel."""
@@ -70,7 +67,8 @@ class KeyMajor(IntEnum):
     V_FULL = K_FULL + BUFFERS
     BLOCK_EMPTY = V_FULL + BUFFERS
     V_LANDED = BLOCK_EMPTY + BUFFERS
-    COUNT = V_LANDED + 1
+    ROWS_READ = V_LANDED + 1
+    COUNT = ROWS_READ + CONSUMERS
 
 
 class Union(IntEnum):
@@ -94,6 +92,7 @@ _ARRIVERS: dict[type[IntEnum], dict[int, int]] = {
         KeyMajor.V_FULL: 1,  # the loader, with the bytes, or after it has changed rows
         KeyMajor.BLOCK_EMPTY: WARPS * CONSUMERS,  # the loader, for those without a tile
         KeyMajor.V_LANDED: 1,
+        KeyMajor.ROWS_READ: WARPS,  # each consumer's, once its scores are there
     },
     Union: {
         Union.ROWS_FULL: 1,
@@ -176,6 +175,12 @@ class Config:
     def union_queries(self) -> int:
         """Queries of a union tile."""
         return UNION_ROWS // self.group
+
+    @property
+    def union_cost(self) -> int:
+        """What a block of a union costs, in (query, block) edges of the key-major way, whose rows
+        cost twice as much each: partial outputs are written and read again."""
+        return UNION_ROWS // 2 // self.group
 
     @property
     def words(self) -> int:

@@ -137,4 +137,6 @@ def box_of(
         ),
     )
     boxes = cute.local_tile(at, (CHANNELS, heads, rows), (None, None, None))
-    return cpasync.tma_partition(atom, 0, cute.make_layout(1), shared, cute.group_modes(boxes, 0, 3))
+    return cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), shared, cute.group_modes(boxes, 0, 3)
+    )

@@ -1,7 +1,8 @@
 """The key-major kernel's consumers: a tile's softmax over one block, into its queries' slots.
 
-A warp has 16 rows from the first product to the last store, and waits for no other warp but the
-loader's: the products of a warpgroup are the warps' own, as are their rows of a stage.
+A warp has 16 rows from the first product to the last store, which it makes for itself. It waits for
+the others of its warpgroup once a tile, and long after they came by: Q is read by all of them, and
+written over by each.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ def run(c: Context, consumer: Int32) -> None:
         )
         _give_back(c, held)
         warpgroup.wait_group(0)
+        if cute.arch.lane_idx() == 0:
+            c.arrive(KeyMajor.ROWS_READ, consumer)
         highs, masses, p = _softmax(c, s, stage, flags)
         c.wait(KeyMajor.V_FULL, parity, buffer)
         o = forms.zeros(forms.sums(c.dtype))
@@ -73,6 +76,7 @@ def run(c: Context, consumer: Int32) -> None:
             softmax.scaled(o, row, factors[row])
         if (flags & UNFIT) != 0:
             _add_unfit(c, o, stage)
+        c.wait(KeyMajor.ROWS_READ, tile // CONSUMERS, consumer)
         _store(c, o, stage)
         held = stage
         tile += CONSUMERS

@@ -141,10 +141,10 @@ class _Run:
             self.layout.first_blocks(BLOCK).int(), self.positions, self.unfit, self.lists,
             self.counts, self.tally,
         )  # fmt: skip
-        queries, topk = self.facts.union_queries, self.indices.shape[2]
+        tiles = self.window // self.facts.union_queries
         for sample in (True, False):
-            found = function(survey.build(self.arch, queries, topk, sample))
-            found(self.indices, tables, self.layout.num_queries, self.window // queries)
+            build = survey.build(self.arch, self.facts.group, self.indices.shape[2], sample)
+            function(build)(self.indices, tables, self.layout.num_queries, tiles)
 
     def union(self, out: Tensor, lse: Tensor) -> None:
         """Fill out and lse of the windows where the union way has won."""

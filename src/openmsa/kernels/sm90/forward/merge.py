@@ -43,6 +43,7 @@ class Merge:
 
     def __init__(self, config: Config) -> None:
         self.group = config.group
+        self.cost = config.union_cost
 
     @cute.jit
     def __call__(
@@ -69,7 +70,7 @@ class Merge:
         head = row // self.group % heads
         local = row // self.group // heads
         if local < queries:
-            if not union_wins(tally, window, head):
+            if not union_wins(tally, window, head, self.cost):
                 query = first + local
                 lane = thread % _LANES
                 count = _count(indices[head, query, None], lane)
@@ -103,9 +104,7 @@ class Merge:
         mass = Float32(0.0)
         for base in cutlass.range(0, count, _LANES, unroll=1):
             if base + lane < count:
-                mass += cute.math.exp2(
-                    slot_lse[place + base + lane, member] - shift, fastmath=True
-                )
+                mass += cute.math.exp2(slot_lse[place + base + lane, member] - shift, fastmath=True)
         for power in cutlass.range_constexpr(4):
             mass += cute.arch.shuffle_sync_bfly(mass, 1 << power)
         total = (shift + cute.math.log2(mass, fastmath=True)) * math.log(2.0)

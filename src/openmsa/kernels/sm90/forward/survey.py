@@ -106,11 +106,12 @@ class Fitness:
 class Survey:
     """A thread block for each tile and KV head, a thread for each edge (query, block)."""
 
-    def __init__(self, queries: int, topk: int, sample: bool) -> None:
-        self.queries = queries
+    def __init__(self, config: Config, topk: int, sample: bool) -> None:
+        self.queries = config.union_queries
+        self.cost = config.union_cost
         self.topk = topk
         self.sample = sample
-        self.edges = queries * padded(topk)
+        self.edges = self.queries * padded(topk)
         self.threads = max(32, self.edges)
 
     @cute.jit
@@ -138,7 +139,7 @@ class Survey:
             self.look(t, tile, head, window, num_queries)
         else:
             # Without the third word, which other thread blocks may be writing.
-            if union_wins(t.tally, window, head, fit=False):
+            if union_wins(t.tally, window, head, self.cost, fit=False):
                 self.look(t, tile, head, window, num_queries)
 
     @cute.jit
@@ -237,18 +238,19 @@ def fitness(arch: str, config: Config) -> Build:
     return Build("forward_fitness", arch, (("dtype", config.dtype),), make)
 
 
-def build(arch: str, queries: int, topk: int, sample: bool) -> Build:
-    """`Survey` of tiles of ``queries``; the ``sample`` or the lists.
+def build(arch: str, group: int, topk: int, sample: bool) -> Build:
+    """`Survey` where ``group`` query heads share a KV head; the ``sample`` or the lists.
 
     Raises:
         ValueError: a tile has more edges than threads.
     """
-    if queries * padded(topk) > MOST_EDGES:
-        raise ValueError(f"{queries} queries of {topk} blocks: more than {MOST_EDGES} edges")
+    config = Config("", group)  # of any type: only integers are looked at
+    edges = config.union_queries * padded(topk)
+    if edges > MOST_EDGES:
+        raise ValueError(f"tiles of {edges} edges, at most {MOST_EDGES}")
 
     def make() -> tuple[Any, tuple[Any, ...]]:
         line, table, cube = (ANY,), (ANY, ANY), (ANY, ANY, ANY)
-        edges = queries * padded(topk)
         tables = Tables(
             indices=fake(torch.int32, cube),
             cu_seqlens_q=fake(torch.int32, line),
@@ -260,15 +262,14 @@ def build(arch: str, queries: int, topk: int, sample: bool) -> Build:
             counts=fake(torch.int32, (ANY, ANY, 2)),
             tally=fake(torch.int32, (ANY, ANY, 3)),
         )
-        survey = Survey(queries, topk, sample)
-        return survey, (fake(torch.int32, cube), tables, Int32(0), Int32(0))
+        return Survey(config, topk, sample), (fake(torch.int32, cube), tables, Int32(0), Int32(0))
 
-    facts = (("queries", queries), ("topk", topk), ("sample", sample))
+    facts = (("group", group), ("topk", topk), ("sample", sample))
     return Build("forward_survey", arch, facts, make)
 
 
 def builds(arch: str) -> tuple[Build, ...]:
     """What the survey compiles for MiniMax-M3 in bf16."""
     config = Config("bfloat16", 16)
-    surveys = (build(arch, config.union_queries, 16, sample) for sample in (True, False))
+    surveys = (build(arch, config.group, 16, sample) for sample in (True, False))
     return (fitness(arch, config), *surveys)

@@ -5,7 +5,7 @@ sums of the one before::
 
     issue S of block i + 1, then O += P V of block i; softmax of i + 1 as soon as its S is there
 
-A warp waits for no other warp but the loader's.
+A warp waits for no other warp but the loader's, until it writes its output over Q.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def run(c: Context, consumer: Int32) -> None:
         factors = _close(c, highs, masses, queries, head)
         for row in cutlass.range_constexpr(2):
             softmax.scaled(o, row, factors[row])
+        cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=32 * WARPS)
         _store(c, o, place, first, head)
         if cute.arch.lane_idx() == 0:
             c.arrive(Union.ROWS_EMPTY, stage)

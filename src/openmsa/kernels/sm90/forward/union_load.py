@@ -40,7 +40,7 @@ def run(c: Context, maps: Maps) -> None:
     taken = take(t.counter.iterator)
     while taken < tiles * heads:
         tile, head = tiles - 1 - taken // heads, taken % heads
-        if union_wins(t.tally, tile // c.numbers.first, head):
+        if union_wins(t.tally, tile // c.numbers.first, head, c.config.union_cost):
             _rows(c, maps, tile, head, done)
             done += 1
             count = t.counts[tile, head, 1]
@@ -94,9 +94,7 @@ def _blocks(
         buffer = turn % BUFFERS
         _name(c, turn, tile * heads + head, count - first - i)
         if lane == i:
-            words[buffer, int(UnionMeta.MASKED)] = (
-                Int32(1) if first + i >= unmasked else Int32(0)
-            )
+            words[buffer, int(UnionMeta.MASKED)] = Int32(1) if first + i >= unmasked else Int32(0)
             words[buffer, int(UnionMeta.MEMBERS)] = members
             words[buffer, int(UnionMeta.KEYS)] = keys
             words[buffer, int(UnionMeta.POSITION)] = position

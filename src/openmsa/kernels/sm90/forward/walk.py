@@ -13,16 +13,18 @@ import cutlass.cute as cute  # noqa: E402
 from cutlass import Boolean, Int32  # noqa: E402
 
 from openmsa.kernels.common.scan import warp_scan  # noqa: E402
-from openmsa.kernels.sm90.forward.config import EDGES_PER_UNION_BLOCK  # noqa: E402
 from openmsa.kernels.sm90.forward.context import Context  # noqa: E402
 
 __all__ = ["next_task", "take", "union_wins"]
 
 
 @cute.jit
-def union_wins(tally: cute.Tensor, window: Int32, head: Int32, fit: bool = True) -> Boolean:
-    """Is the union way cheaper for this window and KV head, and ``fit`` for its values of V?"""
-    found = tally[window, head, 0] * EDGES_PER_UNION_BLOCK < tally[window, head, 1]
+def union_wins(
+    tally: cute.Tensor, window: Int32, head: Int32, cost: int, fit: bool = True
+) -> Boolean:
+    """Is the union way cheaper for this window and KV head, and ``fit`` for its values of V? For
+    ``cost`` see `Config.union_cost`."""
+    found = tally[window, head, 0] * cost < tally[window, head, 1]
     if cutlass.const_expr(fit):
         found = found and tally[window, head, 2] == 0
     return found
@@ -55,7 +57,7 @@ def next_task(c: Context) -> Int32:
         if head < heads:
             run = head * c.numbers.windows + c.numbers.window
             first = bounds[run]
-            if not union_wins(tally, c.numbers.window, head):
+            if not union_wins(tally, c.numbers.window, head, c.config.union_cost):
                 size = bounds[run + 1] - first
         upto = warp_scan(size, lane)
         within = left - (upto - size)
