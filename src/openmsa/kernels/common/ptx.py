@@ -89,8 +89,8 @@ def store_matrices(address: Any, words: Any, *, loc: Any = None, ip: Any = None)
 
 @dsl_user_op
 def bulk_store(pointer: Any, address: Any, size: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """Ask the copy engine for ``size`` bytes from the shared ``address`` to global memory; all three
-    are multiples of 16. Counts to this thread's open bulk group."""
+    """Ask the copy engine for ``size`` bytes from the shared ``address`` to global memory; all are
+    multiples of 16. Counts to this thread's open bulk group."""
     operands = [
         pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
         Int32(address).ir_value(loc=loc, ip=ip),

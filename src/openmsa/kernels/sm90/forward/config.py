@@ -167,6 +167,11 @@ class Config:
         check_shared(self.union_bytes)
 
     @property
+    def shift(self) -> int:
+        """Of a row's number, to have that of its query."""
+        return self.group.bit_length() - 1
+
+    @property
     def queries(self) -> int:
         """Queries of a consumer's tile."""
         return ROWS // self.group

@@ -87,7 +87,7 @@ def run(c: Context, consumer: Int32) -> None:
 
 @cute.jit
 def _visible(c: Context, stage: Int32, row: Int32) -> Int32:
-    return c.words[stage, int(Meta.COUNT) + row // c.config.group]
+    return c.words[stage, int(Meta.COUNT) + (row >> c.config.shift)]
 
 
 @cute.jit
@@ -123,7 +123,7 @@ def _close(c: Context, highs: Any, masses: Any, stage: Int32) -> Any:
         place = _place(c, stage, at)
         if column == 0 and place >= 0:
             lse = highs[row] + cute.math.log2(mass, fastmath=True)
-            slot_lse[place, at % c.config.group] = lse
+            slot_lse[place, at & c.config.group - 1] = lse
         factors[row] = 1.0 / mass
         if mass == 0.0:
             factors[row] = Float32(0.0)
@@ -133,7 +133,7 @@ def _close(c: Context, highs: Any, masses: Any, stage: Int32) -> Any:
 @cute.jit
 def _place(c: Context, stage: Int32, row: Int32) -> Int32:
     """The slot of a row's query, or -1."""
-    return c.words[stage, int(Meta.COUNT) + c.config.queries + row // c.config.group]
+    return c.words[stage, int(Meta.COUNT) + c.config.queries + (row >> c.config.shift)]
 
 
 @cute.jit
@@ -151,7 +151,7 @@ def _store(c: Context, o: Any, stage: Int32) -> None:
             place = _place(c, stage, row)
             if place >= 0:
                 to = c.tensors.slots.iterator + (
-                    Int64(place) * (group * HEAD_DIM) + row % group * CHANNELS
+                    Int64(place) * (group * HEAD_DIM) + (row & group - 1) * CHANNELS
                 )
                 for half in cutlass.range_constexpr(HALVES):
                     bulk_store(

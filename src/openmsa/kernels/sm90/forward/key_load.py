@@ -11,7 +11,6 @@ from openmsa.kernels import require_cute_dsl
 
 require_cute_dsl()
 
-from typing import Any  # noqa: E402
 
 import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402

@@ -12,7 +12,6 @@ require_cute_dsl()
 
 from typing import Any  # noqa: E402
 
-import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 import torch  # noqa: E402
 from cutlass import Float32, Int32  # noqa: E402

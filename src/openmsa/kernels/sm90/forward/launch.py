@@ -4,8 +4,8 @@ Two ways. *Key-major*: a thread block keeps one key block's K and V and passes t
 chose it; what it finds for a query goes to the query's slot for that block as a normalised partial
 output and its base-2 log-sum-exp, and a second kernel merges a query's slots. Slots exist for one
 window of queries at a time, which bounds the memory for any token count. *Union*: a tile of
-neighbouring queries walks the union of their blocks. `survey` decides for each window and KV head;
-nothing waits for its verdict, so all kernels are launched, and leave at once where it is not theirs.
+neighbouring queries walks the union of their blocks. `survey` decides for each window and KV head.
+Nothing waits for its verdict: all kernels are launched, and leave at once where it is not theirs.
 """
 
 from __future__ import annotations

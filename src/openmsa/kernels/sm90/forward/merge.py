@@ -19,7 +19,7 @@ from typing import Any  # noqa: E402
 import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 import torch  # noqa: E402
-from cutlass import Float32, Int32, Int64  # noqa: E402
+from cutlass import Float32, Int32  # noqa: E402
 
 from openmsa.kernels.common.compile import ANY, Build, fake  # noqa: E402
 from openmsa.kernels.sm90.forward.config import HALVES, HEAD_DIM, Config  # noqa: E402
@@ -69,28 +69,36 @@ class Merge:
         member = row % self.group
         head = row // self.group % heads
         local = row // self.group // heads
-        if local < queries:
-            if not union_wins(tally, window, head, self.cost):
-                query = first + local
-                lane = thread % _LANES
-                count = _count(indices[head, query, None], lane)
-                place = (local * heads + head) * topk
-                shift, inverse, total = self.weights(slot_lse, place, member, lane, count)
-                if lane == 0:
-                    lse[query, head * self.group + member] = total
-                found = self.sum(slots, slot_lse, place, member, lane, count, (shift, inverse))
-                piece = lane % _PIECES ^ member % _PIECES
-                line = out[query, head * self.group + member, None]
-                target = cute.local_tile(line, (_PIECE,), (lane // _PIECES * _PIECES + piece,))
-                rounded = cute.make_rmem_tensor(_PIECE, out.element_type)
-                rounded.store(found.load().to(out.element_type))
-                cute.autovec_copy(rounded, target)
+        if local < queries and not union_wins(tally, window, head, self.cost):
+            query = first + local
+            lane = thread % _LANES
+            count = _count(indices[head, query, None], lane)
+            place = (local * heads + head) * topk
+            parts = cute.make_rmem_tensor((_PIECE, _BATCH), slots.element_type)
+            inside = (lane // _PIECES * self.group + member) * _PIECES + lane % _PIECES
+            self.load(slots, parts, place, count, inside)
+            scale, total = self.weights(slot_lse, place, member, lane, count)
+            if lane == 0:
+                lse[query, head * self.group + member] = total
+            found = cute.make_rmem_tensor(_PIECE, Float32)
+            found.fill(0.0)
+            self.add(found, parts, slot_lse, (place, count, member, lane), scale)
+            for base in cutlass.range(_BATCH, count, _BATCH, unroll=1):
+                self.load(slots, parts, place + base, count - base, inside)
+                at = (place + base, count - base, member, lane)
+                self.add(found, parts, slot_lse, at, scale)
+            piece = lane % _PIECES ^ member % _PIECES
+            line = out[query, head * self.group + member, None]
+            target = cute.local_tile(line, (_PIECE,), (lane // _PIECES * _PIECES + piece,))
+            rounded = cute.make_rmem_tensor(_PIECE, out.element_type)
+            rounded.store(found.load().to(out.element_type))
+            cute.autovec_copy(rounded, target)
 
     @cute.jit
     def weights(
         self, slot_lse: cute.Tensor, place: Int32, member: Int32, lane: Int32, count: Int32
-    ) -> tuple[Float32, Float32, Float32]:
-        """The greatest partial lse (or 0), one over the sum of the weights beside it, and the
+    ) -> tuple[tuple[Float32, Float32], Float32]:
+        """The greatest partial lse (or 0) and one over the sum of the weights beside it; the
         natural lse of all."""
         high = Float32(-_INFINITY)
         for base in cutlass.range(0, count, _LANES, unroll=1):
@@ -111,39 +119,35 @@ class Merge:
         inverse = 1.0 / mass
         if mass == 0.0:
             total, inverse = Float32(-_INFINITY), Float32(0.0)
-        return shift, inverse, total
+        return (shift, inverse), total
 
     @cute.jit
-    def sum(
-        self, slots: cute.Tensor, slot_lse: cute.Tensor, place: Int32, member: Int32, lane: Int32,
-        count: Int32, scale: tuple[Float32, Float32],
-    ) -> Any:  # fmt: skip
-        """The lane's eight channels in fp32."""
+    def load(
+        self, slots: cute.Tensor, parts: Any, place: Int32, count: Int32, inside: Int32
+    ) -> None:
+        """This lane's 16 bytes of up to `_BATCH` of ``count`` slots from ``place`` on."""
+        for i in cutlass.range_constexpr(_BATCH):
+            if i < count:
+                piece = cute.local_tile(slots[place + i, None], (_PIECE,), (inside,))
+                cute.autovec_copy(piece, parts[None, i])
+
+    @cute.jit
+    def add(
+        self, found: Any, parts: Any, slot_lse: cute.Tensor, at: tuple[Int32, ...],
+        scale: tuple[Float32, Float32],
+    ) -> None:  # fmt: skip
+        """Add what was loaded, each with its weight."""
+        place, count, member, lane = at
         shift, inverse = scale
-        found = cute.make_rmem_tensor(_PIECE, Float32)
-        found.fill(0.0)
-        size = self.group * HEAD_DIM
-        half, piece = lane // _PIECES, lane % _PIECES
-        inside = (half * self.group + member) * _PIECES + piece
-        for base in cutlass.range(0, count, _BATCH, unroll=1):
-            parts = cute.make_rmem_tensor((_PIECE, _BATCH), slots.element_type)
-            for i in cutlass.range_constexpr(_BATCH):
-                if base + i < count:
-                    line = cute.make_tensor(
-                        slots.iterator + Int64(place + base + i) * size, cute.make_layout(size)
-                    )
-                    cute.autovec_copy(cute.local_tile(line, (_PIECE,), (inside,)), parts[None, i])
-            part_lse = Float32(-_INFINITY)
-            if base + lane < count:
-                part_lse = slot_lse[place + base + lane, member]
-            weight = cute.math.exp2(part_lse - shift, fastmath=True) * inverse
-            for i in cutlass.range_constexpr(_BATCH):
-                # Lanes of a warp share a query and a KV head, so they have the same slots.
-                factor = cute.arch.shuffle_sync(weight, cute.arch.lane_idx() // _LANES * _LANES + i)
-                if base + i < count:
-                    values = parts[None, i].load().to(Float32)
-                    found.store(found.load() + factor * values)
-        return found
+        weight = Float32(0.0)
+        if lane < count:
+            weight = cute.math.exp2(slot_lse[place + lane, member] - shift, fastmath=True) * inverse
+        # Lanes of a warp share a query and a KV head, so they have the same slots.
+        first = cute.arch.lane_idx() & _LANES
+        for i in cutlass.range_constexpr(_BATCH):
+            factor = cute.arch.shuffle_sync(weight, first + i)
+            if i < count:
+                found.store(found.load() + factor * parts[None, i].load().to(Float32))
 
 
 @cute.jit
@@ -151,9 +155,9 @@ def _count(chosen: cute.Tensor, lane: Int32) -> Int32:
     """Blocks of a selection; half a warp looks at it."""
     found = Int32(0)
     for base in cutlass.range(0, chosen.shape[0], _LANES, unroll=1):
-        if base + lane < chosen.shape[0]:
-            if chosen[base + lane] >= 0:
-                found += 1
+        at = base + lane
+        if at < chosen.shape[0] and chosen[min(at, chosen.shape[0] - 1)] >= 0:
+            found += 1
     for power in cutlass.range_constexpr(4):
         found += cute.arch.shuffle_sync_bfly(found, 1 << power)
     return found
@@ -169,13 +173,12 @@ def build(arch: str, config: Config) -> Build:
 
     def make() -> tuple[Any, tuple[Any, ...]]:
         dtype = dtype_of(config)
-        wide = (ANY, ANY, HEAD_DIM)
         return Merge(config), (
             fake(torch.int32, (ANY, ANY, ANY)),
             fake(torch.int32, (ANY, ANY, 3)),
             fake(dtype, (ANY, config.group * HEAD_DIM), align=16),
             fake(torch.float32, (ANY, config.group)),
-            fake(dtype, wide, align=16),
+            fake(dtype, (ANY, ANY, HEAD_DIM), strides=(ANY, ANY, 1), align=16),
             fake(torch.float32, (ANY, ANY)),
             Int32(0), Int32(0), Int32(0),
         )  # fmt: skip

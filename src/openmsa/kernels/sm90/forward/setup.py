@@ -6,7 +6,6 @@ from openmsa.kernels import require_cute_dsl
 
 require_cute_dsl()
 
-from enum import IntEnum  # noqa: E402
 from typing import Any  # noqa: E402
 
 import cutlass  # noqa: E402
@@ -21,6 +20,8 @@ from openmsa.kernels.sm90.forward.config import (  # noqa: E402
     HEAD_DIM,
     ROWS,
     Config,
+    KeyMajor,
+    Union,
     arrivals,
 )
 from openmsa.kernels.sm90.forward.context import Context, Numbers  # noqa: E402
@@ -42,7 +43,7 @@ def context_of(
     config: Config,
     tensors: Any,
     numbers: Numbers,
-    barriers: type[IntEnum],
+    barriers: type[KeyMajor] | type[Union],
     tiles: int,
     words: tuple[int, int],
 ) -> Context:

@@ -33,8 +33,8 @@ def at(row: int, column: int) -> int:
 @cute.jit
 def lane_rows() -> tuple[Int32, Int32]:
     """The first of this thread's two rows of the tile, and its first column."""
-    thread = cute.arch.thread_idx()[0] % 128
-    return thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+    thread = cute.arch.thread_idx()[0]
+    return (thread >> 1 & 0x30) + (thread >> 2 & 7), (thread & 3) * 2
 
 
 @cute.jit
@@ -89,12 +89,10 @@ def stage_out(o: Any, dtype: Any, address: Int32) -> None:
     rounded = cute.make_rmem_tensor(o.shape, dtype)
     rounded.store(o.load().to(dtype))
     words = cute.recast_tensor(rounded, Int32)
-    thread = cute.arch.thread_idx()[0] % 128
-    lane = thread % 32
-    line = lane % 8
-    row = thread // 32 * 16 + lane // 8 % 2 * 8 + line
+    thread = cute.arch.thread_idx()[0]
+    row = (thread >> 1 & 0x30) + (thread & 15)
     first = address + row * (CHANNELS * 2)
-    piece = lane // 16 ^ line
+    piece = (thread >> 4 & 1) ^ (thread & 7)
     for group in cutlass.range_constexpr(0, _GROUPS, 2):
         half, inside = group // 8, group % 8
         to = first + half * (ROWS * CHANNELS * 2) + ((piece ^ inside) << 4)

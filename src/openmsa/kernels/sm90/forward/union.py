@@ -103,7 +103,7 @@ def build(arch: str, config: Config, edges: int) -> Build:
             tally=fake(torch.int32, (ANY, ANY, 3)),
             positions=fake(torch.int32, line),
             blocks=fake(torch.int32, (ANY, 3)),
-            out=fake(dtype, (ANY, ANY, HEAD_DIM), align=16),
+            out=rows(),
             lse=fake(torch.float32, (ANY, ANY)),
         )
         numbers = Numbers(Float32(0), *(Int32(0) for _ in range(6)))

@@ -59,7 +59,7 @@ def run(c: Context, consumer: Int32) -> None:
         place = stage * UNION_CONSUMERS + consumer
         count = c.words[turn % BUFFERS, int(UnionMeta.LEFT)]
         first = tile // c.tensors.counts.shape[1] * UNION_CONSUMERS + consumer
-        queries = _queries(c, first)
+        positions = _positions(c, first)
         o = forms.zeros(forms.sums(c.dtype))
         o.fill(0.0)
         highs = cute.make_rmem_tensor(2, Float32)
@@ -72,10 +72,10 @@ def run(c: Context, consumer: Int32) -> None:
             _release(c, Union.V_EMPTY, turn)
             turn += 1
         else:
-            _walk(c, q[None, None, None, place], (o, highs, masses), queries, turn, count)
+            _walk(c, q[None, None, None, place], (o, highs, masses), positions, turn, count)
             turn += count
         head = tile % c.tensors.counts.shape[1]
-        factors = _close(c, highs, masses, queries, head)
+        factors = _close(c, highs, masses, first, head)
         for row in cutlass.range_constexpr(2):
             softmax.scaled(o, row, factors[row])
         cute.arch.barrier(barrier_id=1 + consumer, number_of_threads=32 * WARPS)
@@ -88,17 +88,21 @@ def run(c: Context, consumer: Int32) -> None:
 
 
 @cute.jit
-def _queries(c: Context, first: Int32) -> Any:
-    """The query of each of this thread's rows, and its position (below every key where there is no
-    such query)."""
-    row = softmax.lane_rows()[0]
-    found = cute.make_rmem_tensor((2, 2), Int32)
-    for i in cutlass.range_constexpr(2):
-        query = first * c.config.queries + (row + 8 * i) // c.config.group
-        found[i, 0] = query
-        found[i, 1] = Int32(-1)
+def _query(c: Context, first: Int32, row: Any) -> Int32:
+    """The query of this thread's ``row``."""
+    return first * c.config.queries + (softmax.lane_rows()[0] + 8 * row >> c.config.shift)
+
+
+@cute.jit
+def _positions(c: Context, first: Int32) -> Any:
+    """The position of the query of each of this thread's rows; before every key where there is no
+    such query."""
+    found = cute.make_rmem_tensor(2, Int32)
+    for row in cutlass.range_constexpr(2):
+        query = _query(c, first, row)
+        found[row] = Int32(-1)
         if query < c.numbers.queries:
-            found[i, 1] = c.tensors.positions[query]
+            found[row] = c.tensors.positions[query]
     return found
 
 
@@ -111,7 +115,7 @@ def _release(c: Context, which: Any, turn: Int32) -> None:
 
 
 @cute.jit
-def _walk(c: Context, q: Any, sums: Any, queries: Any, turn: Int32, count: Int32) -> None:
+def _walk(c: Context, q: Any, sums: Any, positions: Any, turn: Int32, count: Int32) -> None:
     """Attend to the ``count`` blocks from ``turn`` on; ``sums`` are O, and of each row the greatest
     score and this thread's part of the sum."""
     o, highs, masses = sums
@@ -120,13 +124,14 @@ def _walk(c: Context, q: Any, sums: Any, queries: Any, turn: Int32, count: Int32
     p = forms.weights(c.dtype)
     _scores(c, q, k, s, turn)
     warpgroup.wait_group(0)
-    _online(c, s, highs, masses, queries, turn)
+    _online(c, s, highs, masses, positions, turn)
     _round(c, s, p)
     for last in cutlass.range(turn, turn + count - 1, unroll=1):
+        s = forms.zeros(forms.scores(c.dtype))
         _scores(c, q, k, s, last + 1)
         _sum(c, p, v, o, last)
         warpgroup.wait_group(1)
-        kept = _online(c, s, highs, masses, queries, last + 1)
+        kept = _online(c, s, highs, masses, positions, last + 1)
         warpgroup.wait_group(0)
         _release(c, Union.V_EMPTY, last)
         for row in cutlass.range_constexpr(2):
@@ -161,7 +166,7 @@ def _round(c: Context, s: Any, p: Any) -> None:
 
 
 @cute.jit
-def _online(c: Context, s: Any, highs: Any, masses: Any, queries: Any, turn: Int32) -> Any:
+def _online(c: Context, s: Any, highs: Any, masses: Any, positions: Any, turn: Int32) -> Any:
     """Exponentials of a turn's scores in place, and K given back. Gives the factors that what was
     summed before is to be multiplied with."""
     buffer = turn % BUFFERS
@@ -172,9 +177,9 @@ def _online(c: Context, s: Any, highs: Any, masses: Any, queries: Any, turn: Int
         position = words[buffer, int(UnionMeta.POSITION)]
         consumer = cute.arch.thread_idx()[0] // 128
         for row in cutlass.range_constexpr(2):
-            local = consumer * c.config.queries + (row_of + 8 * row) // c.config.group
+            local = consumer * c.config.queries + (row_of + 8 * row >> c.config.shift)
             # A row that did not choose the block sees none of its keys.
-            visible = min(queries[row, 1] - position + 1, keys)
+            visible = min(positions[row] - position + 1, keys)
             if (members >> local & 1) == 0:
                 visible = Int32(0)
             softmax.hide(s, row, column, visible)
@@ -193,9 +198,9 @@ def _online(c: Context, s: Any, highs: Any, masses: Any, queries: Any, turn: Int
 
 
 @cute.jit
-def _close(c: Context, highs: Any, masses: Any, queries: Any, head: Int32) -> Any:
+def _close(c: Context, highs: Any, masses: Any, first: Int32, head: Int32) -> Any:
     """Store the two rows' lse; gives what their sums are to be multiplied with."""
-    first, column = softmax.lane_rows()
+    row_of, column = softmax.lane_rows()
     lse = c.tensors.lse
     factors = cute.make_rmem_tensor(2, Float32)
     for row in cutlass.range_constexpr(2):
@@ -205,9 +210,9 @@ def _close(c: Context, highs: Any, masses: Any, queries: Any, head: Int32) -> An
         if mass == 0.0:
             factors[row] = Float32(0.0)
             total = Float32(-_INFINITY)
-        query = queries[row, 0]
+        query = _query(c, first, row)
         if column == 0 and query < c.numbers.queries:
-            lse[query, head * c.config.group + (first + 8 * row) % c.config.group] = total
+            lse[query, head * c.config.group + (row_of + 8 * row & c.config.group - 1)] = total
     return factors
 
 
@@ -224,15 +229,15 @@ def _store(c: Context, o: Any, place: Int32, first: Int32, head: Int32) -> None:
         ),
     )
     lane, out, group = cute.arch.lane_idx(), c.tensors.out, c.config.group
-    begin = cute.arch.warp_idx() % WARPS * _WARP_ROWS
-    for i in cutlass.range_constexpr(_WARP_ROWS * _PIECES // 32):
-        row, piece = begin + (lane + 32 * i) // _PIECES, lane % _PIECES
-        half, inside = piece // (_PIECES // HALVES), piece % (_PIECES // HALVES)
-        query = first * c.config.queries + row // group
+    piece = lane & _PIECES - 1
+    half, inside = piece >> 3, piece & 7
+    for i in cutlass.range_constexpr(0, _WARP_ROWS, 2):
+        row = (cute.arch.warp_idx() & WARPS - 1) * _WARP_ROWS + (lane >> 4) + i
+        query = first * c.config.queries + (row >> c.config.shift)
         if query < c.numbers.queries:
-            line = out[query, head * group + row % group, None]
+            line = out[query, head * group + (row & group - 1), None]
             cute.autovec_copy(
-                pieces[None, inside ^ row % 8, row, half, place],
+                pieces[None, inside ^ (lane >> 4) ^ i & 6, row, half, place],
                 cute.local_tile(line, (_PIECE,), (piece,)),
             )
     # What comes next into this place is the copy engine's.
