@@ -66,7 +66,7 @@ def run(c: Context, consumer: Int32) -> None:
             c.arrive(KeyMajor.ROWS_READ, consumer)
         highs, masses, p = _softmax(c, s, stage, flags)
         c.wait(KeyMajor.V_FULL, parity, buffer)
-        o = forms.zeros(forms.sums(c.dtype))
+        o = s  # the scores' registers are free once P is rounded
         forms.multiply(forms.sums(c.dtype), p, v[None, None, None, buffer], o, False)
         factors = _close(c, highs, masses, stage)
         warpgroup.wait_group(0)

@@ -1,8 +1,8 @@
 """The key-major kernel's loader: K and V of each task, and the rows of q of each of its tiles.
 
 A tile's rows are gathered, one box per query of ``group`` heads and 64 channels; a ragged tile asks
-for its last query again, which then has no slot. The next task's block is asked for before the last
-tiles of this one: its buffer is free when the task before this one is done.
+for its last query again, which then has no slot. The next task's block is asked for after the first
+tiles of this one: by then all consumers are done with the task before, whose buffer it takes.
 """
 
 from __future__ import annotations
@@ -53,15 +53,17 @@ def run(c: Context, maps: Maps) -> None:
         landed = _block(c, maps, task, turn, landed)
     while task >= 0:
         count = tasks[task, 3]
-        following = next_task(c)
+        following = Int32(-1)
         tiles = (count + c.config.queries - 1) // c.config.queries
         if tiles < CONSUMERS and cute.arch.lane_idx() == 0:
             # The others' arrivals, for consumers that have no tile of this block.
             c.arrive(KeyMajor.BLOCK_EMPTY, turn % BUFFERS, WARPS * (CONSUMERS - tiles))
         for first in cutlass.range(0, count, _LANES, unroll=1):
             tile = _tiles(c, maps, task, first, turn, tile)
-            if first == 0 and following >= 0:
-                landed = _block(c, maps, following, turn + 1, landed)
+            if first == 0:
+                following = next_task(c)
+                if following >= 0:
+                    landed = _block(c, maps, following, turn + 1, landed)
         turn += 1
         task = following
     for _ in cutlass.range(CONSUMERS, unroll=1):
@@ -78,10 +80,10 @@ def _block(c: Context, maps: Maps, task: Int32, turn: Int32, landed: Int32) -> I
     """Ask for K and V of a task."""
     head, row = c.tensors.tasks[task, 0], c.tensors.tasks[task, 1]
     start, keys = c.tensors.blocks[row, 0], c.tensors.blocks[row, 1]
+    unfit = c.tensors.unfit[head, row]
     buffer = turn % BUFFERS
     c.wait_free(KeyMajor.BLOCK_EMPTY, turn // BUFFERS, buffer)
     ask_k(c, maps, KeyMajor.K_FULL, buffer, start, head)
-    unfit = c.tensors.unfit[head, row]
     return ask_v(c, maps, KeyMajor, buffer, start, head, keys, unfit, landed)
 
 

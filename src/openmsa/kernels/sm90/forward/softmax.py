@@ -41,8 +41,8 @@ def lane_rows() -> tuple[Int32, Int32]:
 def hide(s: Any, row: Any, column: Int32, visible: Int32) -> None:
     """Set the scores of keys from ``visible`` on to -inf."""
     for i in cutlass.range_constexpr(2 * _GROUPS):
-        if column + (8 * (i // 2) + i % 2) >= visible:
-            s[at(row, i)] = Float32(-_INFINITY)
+        key = column + (8 * (i // 2) + i % 2)
+        s[at(row, i)] = s[at(row, i)] if key < visible else Float32(-_INFINITY)
 
 
 @cute.jit
