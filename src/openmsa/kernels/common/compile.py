@@ -44,6 +44,7 @@ TYPES = {
     torch.float16: cutlass.Float16,
     torch.float32: cutlass.Float32,
     torch.int32: cutlass.Int32,
+    torch.uint8: cutlass.Uint8,
 }
 
 

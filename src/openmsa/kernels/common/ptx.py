@@ -18,9 +18,11 @@ __all__ = [
     "add_f32x4",
     "add_s32",
     "arrive_warp",
+    "bulk_store",
     "fence_tmem_after",
     "fence_tmem_before",
     "nearest_s32",
+    "store_matrices",
 ]
 
 
@@ -86,3 +88,26 @@ def nearest_s32(value: Any, *, loc: Any = None, ip: Any = None) -> Any:
         loc=loc, ip=ip,
     )  # fmt: skip
     return Int32(found)
+
+
+@dsl_user_op
+def store_matrices(address: Any, words: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Four 8 x 8 matrices of 16-bit elements from a warp's registers to shared memory: ``words``
+    are this lane's two elements of each, ``address`` (16-byte aligned) is where row ``lane % 8`` of
+    matrix ``lane // 8`` goes."""
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, *words)]
+    text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+    _asm(text, operands, "r,r,r,r,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def bulk_store(pointer: Any, address: Any, size: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Ask the copy engine for ``size`` bytes from the shared ``address`` to global memory; all are
+    multiples of 16. Counts to this thread's open bulk group."""
+    operands = [
+        pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+        Int32(address).ir_value(loc=loc, ip=ip),
+        Int32(size).ir_value(loc=loc, ip=ip),
+    ]
+    text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
+    _asm(text, operands, "l,r,r,~{memory}", loc, ip)

@@ -13,7 +13,7 @@ import cutlass.cute as cute  # noqa: E402
 import cutlass.utils as utils  # noqa: E402
 from cutlass import Int32  # noqa: E402
 
-__all__ = ["block_scan", "last_not_above", "lower_bound", "scratch"]
+__all__ = ["block_scan", "last_not_above", "lower_bound", "scratch", "warp_scan"]
 
 _WARPS = 32
 _ALL = -1
@@ -32,18 +32,19 @@ def block_scan(value: Int32, words: cute.Tensor) -> tuple[Int32, Int32]:
     ``words`` may be used again after the block's next barrier.
     """
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-    inclusive = _warp_scan(value, lane)
+    inclusive = warp_scan(value, lane)
     if lane == 31:
         words[warp] = inclusive
     cute.arch.sync_threads()
-    sums = _warp_scan(words[lane], lane)
+    sums = warp_scan(words[lane], lane)
     before = cute.arch.shuffle_sync(sums, warp) - words[warp]
     total = cute.arch.shuffle_sync(sums, 31)
     return before + inclusive - value, total
 
 
 @cute.jit
-def _warp_scan(value: Int32, lane: Int32) -> Int32:
+def warp_scan(value: Int32, lane: Int32) -> Int32:
+    """The sum of ``value`` over the lanes up to and with this one."""
     total = value
     for power in cutlass.range_constexpr(5):
         # Lanes below the offset read themselves, and leave it.
