@@ -70,3 +70,27 @@ def test_sums_in_order_are_equal_to_the_bit_under_five_schedules(simulated):
     for other in results[1:]:
         for first, again in zip(results[0].sums, other.sums, strict=True):
             assert torch.equal(first, again)
+
+
+def test_tasks_of_a_row_and_window_are_alike(simulated):
+    from openmsa.kernels.stages.tasks import tasks_of
+
+    found = problem([300], topk=2)
+    schedule = found.saved().schedule
+    tasks = tasks_of(schedule, 64, 300, 200, even=True)
+    table = tasks.tasks[: int(tasks.count)]
+    seen = []
+    for head, row, edge, size in table.tolist():
+        seen += range(edge, edge + size)
+        window = schedule.queries[head, edge] // 200
+        assert (schedule.queries[head, edge : edge + size] // 200 == window).all()
+        ends = schedule.row_ptr[head, row], schedule.row_ptr[head, row + 1]
+        assert ends[0] <= edge
+        assert edge + size <= ends[1]
+    assert sorted(seen) == list(range(int(schedule.row_ptr[0, -1])))
+    assert table[:, 3].max() <= 64
+    by_run = {}
+    for head, row, edge, size in table.tolist():
+        by_run.setdefault((head, row, int(schedule.queries[head, edge]) // 200), []).append(size)
+    assert all(max(sizes) - min(sizes) <= 8 * len(sizes) for sizes in by_run.values())
+    assert any(len(sizes) > 1 for sizes in by_run.values())

@@ -29,9 +29,10 @@ def task_build(
     Raises:
         UnsupportedProblem: more bins than 32-bit offsets count.
     """
-    return tasks.tasks_of(schedule, CHUNK, num_queries, window or window_of(num_queries))
+    window = window or window_of(num_queries)
+    return tasks.tasks_of(schedule, CHUNK, num_queries, window, even=True)
 
 
 def builds(arch: str) -> tuple[Build, ...]:
     """What :func:`task_build` compiles."""
-    return (tasks.build(arch, CHUNK, window_of(0)),)
+    return (tasks.build(arch, CHUNK, window_of(0), even=True),)

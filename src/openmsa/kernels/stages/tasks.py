@@ -33,6 +33,7 @@ THREADS = 1024
 """Threads of a block, and bins that it adds up."""
 
 _MOST_BINS = 2**31 - THREADS
+_EVEN = 8
 
 
 class Schedule(NamedTuple):
@@ -57,11 +58,13 @@ class Schedule(NamedTuple):
 
 
 class TaskBuild:
-    """The three launches. ``per_task`` queries fill a tile, ``window`` a window."""
+    """The three launches. ``per_task`` queries fill a tile, ``window`` a window; the tiles of a bin
+    are full but for the last, or ``even``: alike, rounded up to :data:`_EVEN` queries."""
 
-    def __init__(self, per_task: int, window: int) -> None:
+    def __init__(self, per_task: int, window: int, even: bool = False) -> None:
         self.per_task = per_task
         self.window = window
+        self.even = even
 
     @cute.jit
     def __call__(
@@ -139,10 +142,16 @@ class TaskBuild:
             to = s.blocks[block] + s.tiles[at]
             if row == 0:
                 bounds[at // (s.row_ptr.shape[1] - 1)] = to
-            for edge in cutlass.range(begin, end, self.per_task, unroll=1):
+            share = Int32(self.per_task)
+            if cutlass.const_expr(self.even):
+                # As many pieces as there were, since per_task is a multiple of _EVEN.
+                pieces = (end - begin + self.per_task - 1) // self.per_task
+                if pieces > 1:
+                    share = ((end - begin + pieces - 1) // pieces + _EVEN - 1) // _EVEN * _EVEN
+            for edge in cutlass.range(begin, end, share, unroll=1):
                 size = end - edge
-                if size > self.per_task:
-                    size = Int32(self.per_task)
+                if size > share:
+                    size = share
                 tasks[to, 0] = head
                 tasks[to, 1] = row
                 tasks[to, 2] = edge
@@ -150,7 +159,9 @@ class TaskBuild:
                 to += 1
 
 
-def tasks_of(schedule: KeySchedule, per_task: int, num_queries: int, window: int) -> BackwardTasks:
+def tasks_of(
+    schedule: KeySchedule, per_task: int, num_queries: int, window: int, even: bool = False
+) -> BackwardTasks:
     """Cut every row's queries into tiles of ``per_task`` that stay within one window of queries.
 
     Args:
@@ -158,6 +169,8 @@ def tasks_of(schedule: KeySchedule, per_task: int, num_queries: int, window: int
         per_task: queries of a full tile.
         num_queries: queries of the layout.
         window: queries per window.
+        even: tiles of a row and window are alike but for less than eight queries, instead of full
+            but for the last; ``per_task`` is a multiple of eight.
 
     Returns:
         The tasks, and ``bounds``.
@@ -184,7 +197,7 @@ def tasks_of(schedule: KeySchedule, per_task: int, num_queries: int, window: int
     count, bounds = numbers[:1], numbers[1:]
     if bins:
         scratch = torch.empty(bins + -(-bins // THREADS), dtype=torch.int32, device=device)
-        function(build(arch_of(device), per_task, window))(
+        function(build(arch_of(device), per_task, window, even))(
             schedule.row_ptr,
             Schedule(
                 schedule.row_ptr, schedule.queries, scratch[:bins], scratch[bins:], tasks, count,
@@ -196,7 +209,7 @@ def tasks_of(schedule: KeySchedule, per_task: int, num_queries: int, window: int
     return BackwardTasks(tasks, count, owners, per_task, window, bounds)
 
 
-def build(arch: str, per_task: int, window: int) -> Build:
+def build(arch: str, per_task: int, window: int, even: bool = False) -> Build:
     """What :func:`tasks_of` compiles."""
 
     def make() -> tuple[Any, tuple[Any, ...]]:
@@ -206,6 +219,8 @@ def build(arch: str, per_task: int, window: int) -> Build:
             fake(torch.int32, line), fake(torch.int32, (ANY, 4), align=16),
             fake(torch.int32, (1,)), fake(torch.int32, table), fake(torch.int32, line),
         )  # fmt: skip
-        return TaskBuild(per_task, window), (fake(torch.int32, table), schedule, Int32(0), Int32(0))
+        numbers = (Int32(0), Int32(0))
+        return TaskBuild(per_task, window, even), (fake(torch.int32, table), schedule, *numbers)
 
-    return Build("task_build", arch, (("per_task", per_task), ("window", window)), make)
+    facts = (("per_task", per_task), ("window", window), ("even", even))
+    return Build("task_build", arch, facts, make)
