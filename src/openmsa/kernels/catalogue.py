@@ -11,6 +11,7 @@ from openmsa.kernels.build import Build, Roofline
 
 __all__ = ["MODULES", "ROOFLINES", "builds", "roofline", "titles"]
 
+_SM90 = "openmsa.kernels.sm90"
 _SM100 = "openmsa.kernels.sm100"
 _BACKWARD = (
     "openmsa.kernels.stages.lookup",
@@ -20,7 +21,18 @@ _BACKWARD = (
     ),
 )
 
-MODULES: dict[str, tuple[str, ...]] = {"sm_100a": _BACKWARD, "sm_103a": _BACKWARD}
+MODULES: dict[str, tuple[str, ...]] = {
+    "sm_90a": (
+        "openmsa.kernels.stages.lookup",
+        f"{_SM90}.forward.launch",
+        f"{_SM100}.backward_preprocess",
+        f"{_SM90}.task_build",
+        f"{_SM90}.backward.launch",
+        f"{_SM100}.backward_postprocess",
+    ),
+    "sm_100a": _BACKWARD,
+    "sm_103a": _BACKWARD,
+}
 """Architecture -> modules with ``builds(arch)``, in the order of a backward pass. They need the
 DSL, and so are imported by name when they are asked for."""
 

@@ -56,21 +56,18 @@ def run(c: Context, maps: Maps, tiles: Tiles) -> None:
         c.wait(Barrier.K_FULL, turn)
         c.wait(Barrier.V_FULL, turn)
         s = _scores(c, tiles, thread, tile)
-        _first_half(c, tiles, thread, tile, s, dk, dv)
+        _first_half(c, maps, tiles, thread, tile, (s, dk, dv), None)
         for _ in cutlass.range(left - 1, unroll=1):
-            dq = _parts(c, tiles, thread, tile)
             stage, used = c.stage(tile + 1)
             c.wait(Barrier.Q_FULL, used, stage)
             s = _scores(c, tiles, thread, tile + 1)
-            warpgroup.wait_group(1)
-            _second_half(c, maps, tiles, thread, tile, dq)
+            rows = _second_half(c, tiles, thread, tile)
             arrive_warp(c.barrier(Barrier.Q_EMPTY, c.stage(tile)[0]))
             tile += 1
-            _first_half(c, tiles, thread, tile, s, dk, dv)
-        dq = _parts(c, tiles, thread, tile)
-        warpgroup.wait_group(0)
+            _first_half(c, maps, tiles, thread, tile, (s, dk, dv), rows)
+        rows = _second_half(c, tiles, thread, tile)
         arrive_warp(c.barrier(Barrier.KV_EMPTY))
-        _second_half(c, maps, tiles, thread, tile, dq)
+        store.send_rows(c, maps, tiles.dq, thread, rows)
         stage, used = c.stage(tile)
         task = store.task_of(c, stage)
         arrive_warp(c.barrier(Barrier.Q_EMPTY, stage))
@@ -101,10 +98,12 @@ def _scores(c: Context, tiles: Tiles, thread: Int32, tile: Int32) -> Any:
 
 @cute.jit
 def _first_half(
-    c: Context, tiles: Tiles, thread: Int32, tile: Int32, s: Any, dk: Any, dv: Any
+    c: Context, maps: Maps, tiles: Tiles, thread: Int32, tile: Int32, sums: Any, rows: Any
 ) -> None:
-    """From S, which is on its way, to dV and dS; leaves while dK is being summed. Products are
-    issued before what does not wait for them: dP before P, dV before dS."""
+    """From S to dV and dS; leaves while dK is being summed. Products are issued before what does
+    not wait for them: dP before P, dV before dS. On the way it hands over the dQ ``rows`` of the
+    tile before, if there is one."""
+    s, dk, dv = sums
     stage, used = c.stage(tile)
     scores, adds = forms.scores(c.dtype), forms.sums(c.dtype)
     mine, columns = scores.get_slice(thread), adds.get_slice(thread)
@@ -114,8 +113,11 @@ def _first_half(
     c.wait(Barrier.DO_FULL, used, stage)
     forms.multiply(scores, v, g, d_p, adds=False)
     masked = c.meta(stage, Meta.MASKED)
-    warpgroup.wait_group(1)
+    if cutlass.const_expr(rows is None):
+        warpgroup.wait_group(1)
     _probabilities(c, s, stage, thread, masked)
+    if cutlass.const_expr(rows is not None):
+        store.send_rows(c, maps, tiles.dq, thread, rows)
     p = _rounded(c, s, adds)
     warpgroup.wait_group(0)
     g_columns = columns.partition_B(_last(forms.columns(c.dtype, tiles.d_out), stage))
@@ -135,8 +137,9 @@ def _first_half(
 
 
 @cute.jit
-def _parts(c: Context, tiles: Tiles, thread: Int32, tile: Int32) -> Any:
-    """Issue dQ of a tile, once the other warpgroup has its dS, too."""
+def _second_half(c: Context, tiles: Tiles, thread: Int32, tile: Int32) -> Any:
+    """dQ of a tile, once the other warpgroup has its dS, too, to shared memory. All products that
+    were issued before it are done then."""
     buffer, turn = tile % BUFFERS, tile // BUFFERS
     form = forms.parts(c.dtype)
     mine = form.get_slice(thread)
@@ -145,14 +148,9 @@ def _parts(c: Context, tiles: Tiles, thread: Int32, tile: Int32) -> Any:
     dq = _sums(form, (TILE_ROWS, HEAD_DIM))
     c.wait(Barrier.DS_FULL, turn, buffer)
     forms.multiply(form, mine.make_fragment_A(ds), mine.make_fragment_B(k), dq, adds=False)
-    return dq
-
-
-@cute.jit
-def _second_half(c: Context, maps: Maps, tiles: Tiles, thread: Int32, tile: Int32, dq: Any) -> None:
-    """dQ, which is there, to memory."""
-    arrive_warp(c.barrier(Barrier.DS_EMPTY, tile % BUFFERS))
-    store.add_rows(c, maps, tiles.dq, thread, c.stage(tile)[0], dq)
+    warpgroup.wait_group(0)
+    arrive_warp(c.barrier(Barrier.DS_EMPTY, buffer))
+    return store.write_rows(c, tiles.dq, thread, c.stage(tile)[0], dq)
 
 
 def _sums(form: Any, shape: Any) -> Any:

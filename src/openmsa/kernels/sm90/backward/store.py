@@ -24,8 +24,8 @@ from openmsa.kernels.sm90.backward.config import HEAD_DIM, TILE_ROWS, Meta  # no
 from openmsa.kernels.sm90.backward.context import Context, Maps  # noqa: E402
 
 __all__ = [
-    "BOX", "WARP_ROWS", "Task", "add_block", "add_rows", "await_turn", "drain", "end_turn",
-    "task_of",
+    "BOX", "WARP_ROWS", "Rows", "Task", "add_block", "await_turn", "drain", "end_turn", "send_rows",
+    "task_of", "write_rows",
 ]  # fmt: skip
 
 BOX = 32
@@ -37,30 +37,49 @@ _BOXES = _WIDE // BOX
 _BOX_ROWS = TILE_ROWS  # rows of a warpgroup: a box of shared memory
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Where a warp's 16 rows of dQ go: for each box of heads its query, -1 for none, and which box
+    of heads of the tensor it is."""
+
+    queries: Any
+    boxes: Any
+
+
 @cute.jit
-def add_rows(c: Context, maps: Maps, shared: Any, thread: Int32, stage: Any, dq: Any) -> None:
-    """dQ of the warp's rows and of the warpgroup's 64 channels."""
-    head = c.meta(stage, Meta.HEAD)
-    half = cute.arch.make_warp_uniform(thread // 128)
+def write_rows(c: Context, shared: Any, thread: Int32, stage: Any, dq: Any) -> Rows:
+    """dQ of the warp's rows and of the warpgroup's 64 channels to shared memory. `send_rows` later
+    hands it over: a fence at once would wait for what was just written."""
     warp = cute.arch.make_warp_uniform(thread % 128 // 32)
-    heads = c.config.heads
-    kind = Int32 if c.config.deterministic else Float32
+    group, heads = c.config.group, c.config.heads
     if cutlass.const_expr(c.config.deterministic):
         dq = _integers(c, stage, thread, dq)
     _begin()
     _write(shared, thread, dq, 0, WARP_ROWS)
+    first = c.meta(stage, Meta.HEAD) * group
+    rows = [warp * WARP_ROWS + piece * heads for piece in range(WARP_ROWS // heads)]
+    return Rows(
+        tuple(c.ints[stage, c.query_at(row // group)] for row in rows),
+        tuple((first + row % group) // heads for row in rows),
+    )
+
+
+@cute.jit
+def send_rows(c: Context, maps: Maps, shared: Any, thread: Int32, rows: Rows) -> None:
+    """What `write_rows` has written."""
+    half = cute.arch.make_warp_uniform(thread // 128)
+    warp = cute.arch.make_warp_uniform(thread % 128 // 32)
+    heads = c.config.heads
+    shared = cute.recast_ptr(shared, dtype=Int32 if c.config.deterministic else Float32)
     tiles = cute.local_tile(maps.dq_at, (BOX, heads, 1), (None, None, None))
+    _publish()
     for piece in cutlass.range_constexpr(WARP_ROWS // heads):
-        row = warp * WARP_ROWS + piece * heads
-        query = c.ints[stage, c.query_at(row // c.config.group)]
+        row, query = warp * WARP_ROWS + piece * heads, rows.queries[piece]
         if query >= 0:
             for box in cutlass.range_constexpr(_BOXES):
-                at = (head * c.config.group + row % c.config.group) // heads
-                _add(
-                    maps.dq,
-                    _box(cute.recast_ptr(shared, dtype=kind), half, box, row, heads),
-                    tiles[None, None, None, half * _BOXES + box, at, query],
-                )
+                source = _box(shared, half, box, row, heads)
+                channels = half * _BOXES + box
+                _add(maps.dq, source, tiles[None, None, None, channels, rows.boxes[piece], query])
     cute.arch.cp_async_bulk_commit_group()
 
 
@@ -135,6 +154,7 @@ def add_block(
     for turn in cutlass.range_constexpr(HEAD_DIM // _WIDE):
         _begin()
         _write(shared, thread, total, turn * _WIDE, keys - first)
+        _publish()
         if first < keys:
             for box in cutlass.range_constexpr(_BOXES):
                 _add(
@@ -187,6 +207,11 @@ def _write(shared: Any, thread: Int32, values: Any, first: Any, live: Any) -> No
                         two[i] = values.element_type(0)
                 target = cute.make_tensor((to + lower * 8 * BOX).align(8), cute.make_layout(2))
                 cute.autovec_copy(two, target)
+
+
+@cute.jit
+def _publish() -> None:
+    """What the warp wrote to shared memory is there for the copy engine."""
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
 
