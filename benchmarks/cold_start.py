@@ -1,6 +1,6 @@
-"""Seconds until the first training step is done: with an empty Triton cache, and with a full one.
+"""Seconds until the first training step is done: with empty caches of kernels, and with full ones.
 
-    PYTHONPATH=src python3 benchmarks/cold_start.py
+    PYTHONPATH=src python3 benchmarks/cold_start.py [--backend cute]
 
 Each is a process of its own; the clock starts once PyTorch, CUDA and Triton are loaded: what it
 holds is compilation, loading and the step itself, which is selection, forward and backward.
@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 STEP = """
-import time, torch, triton, openmsa
+import sys, time, torch, triton, openmsa
 from openmsa import Documents
 docs = Documents.from_lengths([3000, 1096], device="cuda")
 def normal(heads):
@@ -23,8 +23,8 @@ def normal(heads):
 q, k, v, index_q, index_k = map(normal, (64, 4, 4, 4, 1))
 torch.cuda.synchronize()
 start = time.perf_counter()
-selection = openmsa.select_blocks(index_q, index_k, docs, backend="triton")
-openmsa.sparse_attention(q, k, v, selection, docs, backend="triton").sum().backward()
+selection = openmsa.select_blocks(index_q, index_k, docs)
+openmsa.sparse_attention(q, k, v, selection, docs, backend=sys.argv[1]).sum().backward()
 torch.cuda.synchronize()
 print(time.perf_counter() - start)
 """
@@ -32,14 +32,20 @@ print(time.perf_counter() - start)
 
 def main() -> int:
     """Run the step in two processes that share a cache."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    )
+    parser.add_argument("--backend", default="auto", help="who computes attention (default: auto)")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         for name in ("cold", "warm"):
             found = subprocess.run(
-                [sys.executable, "-c", STEP],
-                env={**os.environ, "TRITON_CACHE_DIR": cache},
+                [sys.executable, "-c", STEP, args.backend],
+                env={
+                    **os.environ,
+                    "TRITON_CACHE_DIR": f"{cache}/triton",
+                    "OPENMSA_CACHE": f"{cache}/openmsa",
+                },
                 capture_output=True,
                 text=True,
                 check=False,

@@ -1,11 +1,13 @@
 """Every stage on this machine's GPU, against the chip's own ceilings and dense attention.
 
     PYTHONPATH=src python3 benchmarks/gpu.py --json gpu.json --plot gpu.png
+    PYTHONPATH=src python3 benchmarks/gpu.py --backends auto,triton
 
 First ``openmsa verify --suite smoke`` must be green; a red one prints no speed. Then, in one run:
-the ceilings (a bf16 matrix product and a device copy), PyTorch's dense causal attention, and the
-stages for random and coherent selections of one document, and for the recorded cases of the
-built-in workload with random selections, weighted by how often they were seen.
+the ceilings (a bf16 matrix product and a device copy), dense causal attention (PyTorch's, and
+FlashAttention-4 where its package is installed), and the stages for random and coherent selections
+of one document, and for the recorded cases of the built-in workload with random selections,
+weighted by how often they were seen. Several backends take turns on the same inputs.
 
 A time is the median over single calls, each between two CUDA events. The GPU idles for a moment
 before each call, so that all of its launches are queued by then, as they are behind the other work
@@ -90,8 +92,22 @@ def ceilings(repeats: int) -> dict[str, float]:
     }
 
 
-def dense(tokens: int, repeats: int) -> dict[str, Sample]:
-    """PyTorch's causal attention of one document, forward and backward."""
+def flash_attention() -> Callable[..., Tensor] | None:
+    """FlashAttention-4's causal attention of one document, where it is installed."""
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError:
+        return None
+
+    def attend_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = flash_attn_func(q[None], k[None], v[None], causal=True)
+        return (found[0] if isinstance(found, tuple) else found)[0]
+
+    return attend_flash
+
+
+def dense(tokens: int, repeats: int, attend: Callable[..., Tensor]) -> dict[str, Sample]:
+    """Causal attention of one document, forward and backward."""
     t = MINIMAX_M3
     x = draw(Documents.from_lengths([tokens], device="cuda"), t, DTYPE, seed=0)
     leaves = [tensor.requires_grad_() for tensor in (x.q, x.k, x.v)]
@@ -104,8 +120,9 @@ def dense(tokens: int, repeats: int) -> dict[str, Sample]:
     }
 
 
-def sparse(docs: Documents, indices: Tensor, repeats: int) -> dict[str, Sample]:
-    """Every stage of the backend that ``auto`` chooses, one at a time."""
+def sparse(docs: Documents, indices: Tensor, repeats: int, backend: str) -> dict[str, Sample]:
+    """Every stage, one at a time: attention by ``backend``, the selection by what ``auto`` chooses,
+    since not every backend has one."""
     t = MINIMAX_M3
     x = draw(docs, t, DTYPE, seed=0)
     layout, scale = docs.layout, t.head_dim**-0.5
@@ -115,12 +132,12 @@ def sparse(docs: Documents, indices: Tensor, repeats: int) -> dict[str, Sample]:
         t.topk, t.block_size, t.init_blocks, t.local_blocks, t.index_dim**-0.5, False
     )
 
-    def plan(work: str, heads: int, dim: int) -> Any:
+    def plan(work: str, heads: int, dim: int, backend: str) -> Any:
         problem = Problem(work, x.q.device, DTYPE, heads, t.kv_heads, dim, t.block_size, t.topk)
-        return choose(problem, "auto")
+        return choose(problem, backend)
 
-    scores = plan("select", t.kv_heads, t.index_dim)
-    attention = plan("attention", t.q_heads, t.head_dim)
+    scores = plan("select", t.kv_heads, t.index_dim, "auto")
+    attention = plan("attention", t.q_heads, t.head_dim, backend)
     schedule = attention.run("key_schedule", indices, layout, t.block_size)
     out, lse = attention.run("forward", x.q, x.k, x.v, indices, schedule, layout, config)
     saved = Saved(x.q, x.k, x.v, out, lse, indices, schedule)
@@ -154,7 +171,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Samples as table rows, with rates and shares of the matrix product's."""
     causal, selected = count_pairs(docs, MINIMAX_M3.block_size, MINIMAX_M3.topk)
-    pairs = causal if name == "dense" else selected
+    pairs = causal if name.startswith("dense") else selected
     rows = []
     for stage, measured in found.items():
         rate = None
@@ -178,24 +195,33 @@ def rows_of(
     return rows
 
 
-def recorded(repeats: int, gemm: float) -> list[dict[str, Any]]:
+def named(name: str, backend: str) -> str:
+    """A row's name: ``auto`` goes without saying."""
+    return name if backend == "auto" else f"{name}, {backend}"
+
+
+def recorded(repeats: int, gemm: float, backends: list[str]) -> list[dict[str, Any]]:
     """The built-in workload's cases; the last rows are the mean call, weighted."""
     rows: list[dict[str, Any]] = []
-    weights: list[int] = []
+    totals: dict[tuple[str, str], float] = {}
+    weight = 0
     for case in load("cp16_192k"):
         docs = case.documents("cuda")
         indices = random_selection(docs, MINIMAX_M3, seed=0).indices
-        rows += rows_of(f"case {case.case_id}", docs, sparse(docs, indices, repeats), gemm)
-        weights.append(case.weight)
-    for stage in STAGES:
-        own = [row["milliseconds"] for row in rows if row["stage"] == stage]
-        mean = sum(w * ms for w, ms in zip(weights, own, strict=False)) / sum(weights)
-        rows.append(
-            {
-                "tokens": None, "name": "recorded, weighted", "stage": stage,
-                "milliseconds": mean, "tflops": None, "share_of_gemm": None, "added_bytes": None,
-            }
-        )  # fmt: skip
+        weight += case.weight
+        for backend in backends:
+            found = sparse(docs, indices, repeats, backend)
+            rows += rows_of(named(f"case {case.case_id}", backend), docs, found, gemm)
+            for stage, measured in found.items():
+                key = (named("recorded, weighted", backend), stage)
+                totals[key] = totals.get(key, 0.0) + case.weight * measured.milliseconds
+    rows += [
+        {
+            "tokens": None, "name": name, "stage": stage, "milliseconds": total / weight,
+            "tflops": None, "share_of_gemm": None, "added_bytes": None,
+        }
+        for (name, stage), total in totals.items()
+    ]  # fmt: skip
     return rows
 
 
@@ -257,6 +283,10 @@ def main() -> int:
         "--tokens", type=sizes, default="8192,16384,32768,65536", metavar="N,N", help="queries"
     )
     parser.add_argument("--repeats", type=options.positive, default=20)
+    parser.add_argument(
+        "--backends", type=lambda words: words.split(","), default=["auto"], metavar="NAME,NAME",
+        help="who computes attention (default: auto)",
+    )  # fmt: skip
     parser.add_argument("--no-cases", action="store_true", help="leave out the recorded cases")
     options.add_files(parser, "times and rates")
     args = parser.parse_args()
@@ -266,7 +296,10 @@ def main() -> int:
         return 1
     report = io.StringIO()
     with contextlib.redirect_stdout(report), contextlib.redirect_stderr(report):
-        red = openmsa_main(["verify", "--suite", "smoke", "--backend", "triton", "--dtype", "bf16"])
+        red = any(
+            openmsa_main(["verify", "--suite", "smoke", "--backend", backend, "--dtype", "bf16"])
+            for backend in args.backends
+        )
     if red:
         write(report.getvalue())
         write("verify failed, so there is no speed to speak of")
@@ -278,10 +311,16 @@ def main() -> int:
         docs = Documents.from_lengths([tokens], device="cuda")
         for name, pick in (("random", random_selection), ("coherent", coherent_selection)):
             indices = pick(docs, MINIMAX_M3, seed=0).indices
-            rows += rows_of(name, docs, sparse(docs, indices, args.repeats), gemm)
-        rows += rows_of("dense", docs, dense(tokens, args.repeats), gemm)
+            for backend in args.backends:
+                found = sparse(docs, indices, args.repeats, backend)
+                rows += rows_of(named(name, backend), docs, found, gemm)
+        rows += rows_of("dense", docs, dense(tokens, args.repeats, attend), gemm)
+        flash = flash_attention()
+        if flash is not None:
+            found = dense(tokens, args.repeats, flash)
+            rows += rows_of("dense, FlashAttention-4", docs, found, gemm)
     if not args.no_cases:
-        rows += recorded(max(3, args.repeats // 4), gemm)
+        rows += recorded(max(3, args.repeats // 4), gemm, args.backends)
     result = {
         "device": str(device_facts(torch.device("cuda"))),
         "toolchain": str(toolchain()),

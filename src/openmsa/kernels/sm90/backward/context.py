@@ -14,7 +14,7 @@ from cutlass import Float32  # noqa: E402
 
 from openmsa.kernels.sm90.backward.config import STAGES, Barrier, Config, Meta  # noqa: E402
 
-__all__ = ["Context", "Maps", "Numbers", "Tensors", "Tiles"]
+__all__ = ["Context", "Maps", "Numbers", "Sums", "Tensors", "Tiles"]
 
 
 class Tensors(NamedTuple):
@@ -45,6 +45,15 @@ class Tensors(NamedTuple):
     row_ptr: cute.Tensor
     factors: cute.Tensor
     turns: cute.Tensor
+
+
+class Sums(NamedTuple):
+    """What the kernel adds to: dq ``[Tq, Hq, D]``, fp32 or int32 where sums are ordered; dk and dv
+    fp32 ``[Tk, Hkv, D]``."""
+
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
 
 
 class Numbers(NamedTuple):

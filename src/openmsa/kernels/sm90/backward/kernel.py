@@ -31,6 +31,7 @@ from openmsa.kernels.sm90.backward.context import (  # noqa: E402
     Context,
     Maps,
     Numbers,
+    Sums,
     Tensors,
     Tiles,
 )
@@ -54,11 +55,10 @@ class Backward:
     @cute.jit
     def __call__(
         self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, d_out: cute.Tensor,
-        dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, tensors: Tensors, numbers: Numbers,
-        grid: Int32, stream: Any,
+        sums: Sums, tensors: Tensors, numbers: Numbers, grid: Int32, stream: Any,
     ) -> None:  # fmt: skip
-        """q, d_out, dq ``[Tq, Hq, D]``; k, v, dk, dv ``[Tk, Hkv, D]``; channels contiguous. dq is
-        int32 where sums are ordered."""
+        """q, d_out ``[Tq, Hq, D]``; k, v ``[Tk, Hkv, D]``; channels contiguous."""
+        sums = Sums(*sums)
         tensors = Tensors(*tensors)
         numbers = Numbers(*numbers)
         group, heads = self.config.group, self.config.heads
@@ -69,9 +69,9 @@ class Backward:
             *self._map(fetch, d_out, by_head, (CHANNELS, group, 1)),
             *self._map(fetch, k, by_row, (CHANNELS, BLOCK, 1)),
             *self._map(fetch, v, by_row, (CHANNELS, BLOCK, 1)),
-            *self._map(add, dq, by_head, (BOX, heads, 1)),
-            *self._map(add, dk, by_row, (BOX, WARP_ROWS, 1)),
-            *self._map(add, dv, by_row, (BOX, WARP_ROWS, 1)),
+            *self._map(add, sums.dq, by_head, (BOX, heads, 1)),
+            *self._map(add, sums.dk, by_row, (BOX, WARP_ROWS, 1)),
+            *self._map(add, sums.dv, by_row, (BOX, WARP_ROWS, 1)),
         )
         self.kernel(maps, tensors, numbers).launch(
             grid=(grid, 1, 1),

@@ -21,7 +21,7 @@ from openmsa.kernels.common.device import arch_of, sm_count_of  # noqa: E402
 from openmsa.kernels.common.tensors import aligned  # noqa: E402
 from openmsa.kernels.sm90.backward import fixed  # noqa: E402
 from openmsa.kernels.sm90.backward.config import CONSUMERS, HEAD_DIM, Config  # noqa: E402
-from openmsa.kernels.sm90.backward.context import Numbers, Tensors  # noqa: E402
+from openmsa.kernels.sm90.backward.context import Numbers, Sums, Tensors  # noqa: E402
 from openmsa.kernels.sm90.backward.kernel import Backward  # noqa: E402
 from openmsa.kernels.stages.lookup import lookup  # noqa: E402
 
@@ -66,7 +66,8 @@ def backward(
     numbers = Numbers(config.scale, config.scale * math.log2(math.e))
     grid = min(sm_count_of(q.device), tasks.tasks.shape[0])
     sums = dq.view(torch.int32) if config.deterministic else dq
-    function(_build(arch, facts))(q, k, v, d_out, sums, dk, dv, tensors, numbers, grid)
+    main = function(_build(arch, facts))
+    main(q, k, v, d_out, Sums(sums, dk, dv), tensors, numbers, grid)
     return fixed.real(arch, sums, factors) if config.deterministic else dq, dk, dv
 
 
@@ -99,7 +100,7 @@ def _build(arch: str, config: Config) -> Build:
             turns=fake(torch.int32, (ANY, ANY, ANY)),
         )
         numbers = Numbers(Float32(0), Float32(0))
-        return Backward(config), (*operands, *sums, tensors, numbers, Int32(0))
+        return Backward(config), (*operands, Sums(*sums), tensors, numbers, Int32(0))
 
     facts = (
         ("dtype", config.dtype), ("group", config.group), ("deterministic", config.deterministic),
