@@ -23,6 +23,7 @@ import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 from cutlass import Float32, Int32  # noqa: E402
 from cutlass.cute.nvgpu import warp, warpgroup  # noqa: E402
+from cutlass.cutlass_dsl import select_  # noqa: E402
 
 from openmsa.kernels.common.ptx import arrive_warp  # noqa: E402
 from openmsa.kernels.sm90.backward import forms, store  # noqa: E402
@@ -195,8 +196,8 @@ def _hide(c: Context, values: Any, stage: Any, thread: Int32) -> None:
             row = piece * 8 + thread % 4 * 2 + i
             visible = c.ints[stage, c.visible_at(row // c.config.group)]
             for key in cutlass.range_constexpr(2):
-                if first + key * 8 >= visible:
-                    values[piece * 4 + key * 2 + i] = Float32(0.0)
+                at = piece * 4 + key * 2 + i
+                values[at] = select_(first + key * 8 < visible, values[at], Float32(0.0))
 
 
 def _pair(c: Context, stage: Any, which: int, piece: int, thread: Any) -> Any:

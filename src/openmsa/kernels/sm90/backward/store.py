@@ -18,6 +18,7 @@ import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 from cutlass import Float32, Int32  # noqa: E402
 from cutlass.cute.nvgpu import cpasync  # noqa: E402
+from cutlass.cutlass_dsl import select_  # noqa: E402
 
 from openmsa.kernels.common.ptx import nearest_s32  # noqa: E402
 from openmsa.kernels.sm90.backward.config import HEAD_DIM, TILE_ROWS, Meta  # noqa: E402
@@ -189,22 +190,20 @@ def _write(shared: Any, thread: Int32, values: Any, first: Any, live: Any) -> No
     """
     half, warp, lane = thread // 128, thread % 128 // 32, thread % 32
     row, pair = lane // 4, lane % 4
-    odd = row % 2
+    odd = row % 2 != 0
     shared = cute.recast_ptr(shared, dtype=values.element_type)
     base = shared + (half * _BOXES * _BOX_ROWS + warp * WARP_ROWS + row) * BOX
     for box in cutlass.range_constexpr(_BOXES):
         for eight in cutlass.range_constexpr(4):
-            at = (eight * 2 + pair // 2) ^ row ^ (odd * 4)
+            at = (eight * 2 + pair // 2) ^ row ^ (row % 2 * 4)
             to = base + (at * 4 + pair % 2 * 2 + box * (_BOX_ROWS * BOX))
             for lower in cutlass.range_constexpr(2):
                 two = cute.make_rmem_tensor(2, values.element_type)
                 for i in cutlass.range_constexpr(2):
                     mine = first // 2 + box * 16 + lower * 2 + i
-                    two[i] = values[mine + eight * 4]
-                    if odd != 0:
-                        two[i] = values[mine + (eight ^ 2) * 4]
-                    if row + lower * 8 >= live:
-                        two[i] = values.element_type(0)
+                    a, b = values[mine + eight * 4], values[mine + (eight ^ 2) * 4]
+                    value = select_(odd, b, a)
+                    two[i] = select_(row + lower * 8 < live, value, values.element_type(0))
                 target = cute.make_tensor((to + lower * 8 * BOX).align(8), cute.make_layout(2))
                 cute.autovec_copy(two, target)
 

@@ -42,7 +42,7 @@ STOP = -1
 CHUNK = 256
 """Queries of a key-major task. K and V are read once a task."""
 
-CONSUMERS = 3
+CONSUMERS = 2
 STAGES = 6
 """Key-major tiles in flight, those that consumers hold included."""
 
