@@ -1,11 +1,13 @@
 """A kernel that compiles within a second, and processes that use the disk for it.
 
-``python small_kernel.py twice|loaded|off`` prints a JSON object; the cache is the environment's.
+``python small_kernel.py twice|loaded|off|prefetched`` prints a JSON object; the cache is the
+environment's.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -15,7 +17,18 @@ from cutlass import Float32
 
 from openmsa.kernels.build import Build
 from openmsa.kernels.common import cache
-from openmsa.kernels.common.compile import ANY, ahead, cache_clear, compiled, fake, function
+from openmsa.kernels.common.compile import (
+    ANY,
+    ahead,
+    cache_clear,
+    compiled,
+    fake,
+    function,
+    prefetch,
+)
+from openmsa.kernels.common.workers import Request
+
+KINDS = ("whole", "broken")
 
 
 class Scale:
@@ -30,12 +43,19 @@ class Scale:
         self.kernel(x, y, factor).launch(grid=(1, 1, 1), block=(128, 1, 1), stream=stream)
 
 
-def builds(arch: str) -> tuple[Build, ...]:
+def builds(arch: str, dtype: str = "", group: int = 1) -> tuple[Build, ...]:
+    """``dtype`` "broken" does not compile in a worker."""
+
     def make() -> tuple[Any, tuple[Any, ...]]:
+        if dtype == "broken" and os.environ.get("OPENMSA_WORKERS") == "0":
+            raise ValueError(dtype)
         x, y = (fake(torch.float32, (ANY,)) for _ in range(2))
         return Scale(), (x, y, Float32(0))
 
-    return (Build("scale", arch, (("block", 128),), make),)
+    facts: tuple[tuple[str, Any], ...] = (("block", 128),)
+    if dtype:
+        facts += (("dtype", dtype), ("group", group))
+    return (Build("scale", arch, facts, make),)
 
 
 def twice(build: Build) -> dict[str, Any]:
@@ -83,6 +103,15 @@ def off(build: Build) -> dict[str, Any]:
     return {"apart": apart, "right": bool((y == 3 * x).all())}
 
 
+def prefetched(_: Build) -> dict[str, Any]:
+    """Another process compiles; where it cannot, this one does."""
+    requests = [Request("small_kernel", "sm_100a", dtype, 2, ("scale",)) for dtype in KINDS]
+    prefetch(*requests)
+    prefetch(*requests)
+    return {dtype: ahead(builds("sm_100a", dtype, 2)[0])[1] for dtype in KINDS}
+
+
 if __name__ == "__main__":
-    what = {"twice": twice, "loaded": loaded, "off": off}[sys.argv[1]]
+    whats = {"twice": twice, "loaded": loaded, "off": off, "prefetched": prefetched}
+    what = whats[sys.argv[1]]
     sys.stdout.write(json.dumps(what(builds("sm_100a")[0])) + "\n")

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import openmsa
+from openmsa.errors import InvalidInput
+from openmsa.kernels.common import env
 
 SCRIPT = Path(__file__).with_name("small_kernel.py")
 
@@ -81,3 +83,22 @@ def test_another_option_of_the_dsl_is_another_entry(folder: Path) -> None:
     process.stdin.flush()
     finish(process)
     assert len(list(folder.iterdir())) == before + 1
+
+
+def test_workers_compile_ahead_and_one_that_fails_costs_nothing(folder: Path) -> None:
+    beside = os.pathsep.join([str(Path(openmsa.__file__).parents[1]), str(SCRIPT.parent)])
+    process = start("prefetched", folder, OPENMSA_WORKERS="2", PYTHONPATH=beside)
+    assert finish(process) == {"whole": True, "broken": False}
+    process = start("prefetched", folder, OPENMSA_WORKERS="0", PYTHONPATH=beside)
+    assert finish(process) == {"whole": True, "broken": True}
+
+
+def test_the_number_of_workers_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.WORKERS, "3")
+    assert env.workers() == 3
+    monkeypatch.setenv(env.WORKERS, "many")
+    with pytest.raises(InvalidInput, match="OPENMSA_WORKERS"):
+        env.workers()
+    monkeypatch.delenv(env.WORKERS)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    assert env.workers() == 0

@@ -1,4 +1,4 @@
-"""Named problems of other head counts, head dims and block sizes; see `openmsa.testing.problems`."""
+"""Named problems of other heads, dims and block sizes; see :mod:`openmsa.testing.problems`."""
 
 from __future__ import annotations
 

@@ -29,11 +29,12 @@ from cutlass.cute.runtime import load_module, make_fake_stream, make_fake_tensor
 
 from openmsa import __version__  # noqa: E402
 from openmsa.kernels.build import Build  # noqa: E402
-from openmsa.kernels.common import cache  # noqa: E402
+from openmsa.kernels.common import cache, workers  # noqa: E402
 from openmsa.kernels.common.cubin import resources  # noqa: E402
 
 __all__ = [
-    "ANY", "Build", "ahead", "cache_clear", "compiled", "fake", "function", "stream", "versions",
+    "ANY", "Build", "ahead", "cache_clear", "compiled", "fake", "function", "prefetch", "stream",
+    "versions",
 ]  # fmt: skip
 
 ANY = -1
@@ -58,6 +59,7 @@ _SOURCES = cache.sources()
 
 _functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _lock = RLock()
+_prefetched: set[tuple[workers.Request, ...]] = set()
 
 
 def function(build: Build) -> Callable[..., Any]:
@@ -84,7 +86,7 @@ def compiled(build: Build) -> Callable[..., Any]:
         if folder is None or key is None:
             done: Callable[..., Any] = _compile(build)
             return done
-        entry = folder.get(key)
+        entry = _kept(folder, key)
         if entry is not None:
             return _load(key, entry)
         done, mine = _export(build, key)
@@ -94,18 +96,33 @@ def compiled(build: Build) -> Callable[..., Any]:
         return done if entry is mine else _load(key, entry)
 
 
+def prefetch(*requests: workers.Request) -> None:
+    """Let other processes compile what will be needed soon; the same requests again do nothing."""
+    if cache.enabled() and requests not in _prefetched:
+        _prefetched.add(requests)
+        workers.start(requests, _key)
+
+
 def ahead(build: Build) -> tuple[cache.Entry, bool]:
     """``build`` as it lies on disk, compiled if it does not, and whether it did. Where there is no
     disk to be had it is compiled and given all the same."""
     key = _key(build)
     with cache.folder() as folder:
-        entry = None if folder is None or key is None else folder.get(key)
+        entry = None if folder is None or key is None else _kept(folder, key)
         if entry is not None:
             return entry, True
         entry = _export(build, key or "0" * 64)[1]
         if folder is not None and key is not None and _key(build) == key:
             entry = folder.put(key, entry)
     return entry, False
+
+
+def _kept(folder: cache.Folder, key: str) -> cache.Entry | None:
+    """The entry ``key``, if it is there or a worker has it to make."""
+    entry = folder.get(key)
+    if entry is None and workers.wait_for(key):
+        entry = folder.get(key)
+    return entry
 
 
 def _compile(build: Build, options: str = "") -> Any:

@@ -1,9 +1,13 @@
-"""The environment variables that openmsa reads: this one.
+"""The environment variables that openmsa reads: these two.
 
 ``OPENMSA_CACHE``
     Where compiled kernels are kept: a folder, or ``off`` to keep none. By default
     ``$XDG_CACHE_HOME/openmsa/kernels``, or ``~/.cache/openmsa/kernels``. What lies there is
     executed: a folder that somebody else owns or may write to is refused.
+
+``OPENMSA_WORKERS``
+    Processes that may compile kernels beside this one in a first training step, 0 for none. By
+    default 2, or none where this process may use fewer than 4 processors.
 """
 
 from __future__ import annotations
@@ -11,9 +15,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["CACHE", "cache_folder"]
+from openmsa.errors import invalid_input
+
+__all__ = ["CACHE", "WORKERS", "cache_folder", "workers"]
 
 CACHE = "OPENMSA_CACHE"
+WORKERS = "OPENMSA_WORKERS"
+_USUAL_WORKERS = 2
+_PROCESSORS = 4
 
 
 def cache_folder() -> Path | None:
@@ -30,3 +39,18 @@ def cache_folder() -> Path | None:
     except RuntimeError:  # no home
         return None
     return base / "openmsa" / "kernels"
+
+
+def workers() -> int:
+    """Processes that may compile beside this one.
+
+    Raises:
+        InvalidInput: the variable is set, and is no number from 0 on.
+    """
+    named = os.environ.get(WORKERS, "")
+    if named:
+        if not named.isdecimal():
+            invalid_input(WORKERS, "a number from 0 on", repr(named))
+        return int(named)
+    have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return _USUAL_WORKERS if have >= _PROCESSORS else 0

@@ -246,9 +246,9 @@ def real(arch: str, sums: Tensor, factors: Tensor) -> Tensor:
     return found
 
 
-def builds(arch: str) -> tuple[Build, ...]:
-    """What a deterministic backward of MiniMax-M3 in bf16 compiles besides the main kernel."""
-    return _maxima(arch, "bfloat16"), _units(arch, "bfloat16", 16), _real(arch)
+def builds(arch: str, dtype: str, group: int) -> tuple[Build, ...]:
+    """What a deterministic backward compiles besides the main kernel."""
+    return _maxima(arch, dtype), _units(arch, dtype, group), _real(arch)
 
 
 def _rows(dtype: str) -> Any:

@@ -71,10 +71,10 @@ def backward(
     return fixed.real(arch, sums, factors) if config.deterministic else dq, dk, dv
 
 
-def builds(arch: str) -> tuple[Build, ...]:
-    """What :func:`backward` compiles for MiniMax-M3 in bf16."""
-    main = (_build(arch, Config("bfloat16", 16, ordered)) for ordered in (False, True))
-    return *main, *fixed.builds(arch)
+def builds(arch: str, dtype: str = "bfloat16", group: int = 16) -> tuple[Build, ...]:
+    """What :func:`backward` compiles."""
+    main = (_build(arch, Config(dtype, group, ordered)) for ordered in (False, True))
+    return *main, *fixed.builds(arch, dtype, group)
 
 
 def _build(arch: str, config: Config) -> Build:

@@ -30,7 +30,7 @@ from openmsa.kernels.sm90.forward.config import (  # noqa: E402
 from openmsa.kernels.sm90.forward.context import KeyTensors, Maps, Numbers  # noqa: E402
 from openmsa.kernels.sm90.forward.setup import context_of, dtype_of  # noqa: E402
 
-__all__ = ["KeyMajorForward", "build", "builds"]
+__all__ = ["KeyMajorForward", "build"]
 
 
 class KeyMajorForward:
@@ -75,11 +75,6 @@ class KeyMajorForward:
             cute.arch.setmaxregister_decrease(least)
             if warp == WARPS * CONSUMERS:
                 key_load.run(c, maps)
-
-
-def builds(arch: str) -> tuple[Build, ...]:
-    """What the key-major forward compiles for MiniMax-M3 in bf16."""
-    return (build(arch, Config("bfloat16", 16)),)
 
 
 def build(arch: str, config: Config) -> Build:

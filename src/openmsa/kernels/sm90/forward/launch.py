@@ -24,9 +24,10 @@ from openmsa.contract.key_schedule import KeySchedule  # noqa: E402
 from openmsa.contract.layout import Layout  # noqa: E402
 from openmsa.contract.problem import AttentionConfig  # noqa: E402
 from openmsa.kernels.build import Build  # noqa: E402
-from openmsa.kernels.common.compile import function  # noqa: E402
+from openmsa.kernels.common.compile import function, prefetch  # noqa: E402
 from openmsa.kernels.common.device import arch_of, sm_count_of  # noqa: E402
 from openmsa.kernels.common.tensors import aligned  # noqa: E402
+from openmsa.kernels.common.workers import Request  # noqa: E402
 from openmsa.kernels.sm90.forward import key_major, merge, survey, union  # noqa: E402
 from openmsa.kernels.sm90.forward.config import BLOCK, CHUNK, MOST_EDGES, Config  # noqa: E402
 from openmsa.kernels.sm90.forward.context import KeyTensors, Numbers, UnionTensors  # noqa: E402
@@ -35,6 +36,7 @@ from openmsa.kernels.stages.lookup import lookup  # noqa: E402
 
 __all__ = ["builds", "forward"]
 
+_TOPK = 16  # of MiniMax-M3
 _SLOT_BYTES = 2**30
 """Partial outputs held at a time; see the Triton forward for what more or less of it costs."""
 
@@ -60,6 +62,7 @@ def forward(
     if not layout.num_queries or not schedule.num_rows:
         return out.zero_(), lse.fill_(float("-inf"))
     facts = Config(str(q.dtype).removeprefix("torch."), heads // k.shape[1])
+    prefetch(*_large(arch_of(q.device), facts))
     topk = indices.shape[2]
     if window is None:
         # Of no size of the problem: the window is a fact of the kernel that builds the tasks.
@@ -165,7 +168,7 @@ class _Run:
         slot_of = schedule.slots
         if slot_of is None:
             slot_of = _slots(schedule.queries, total)
-        work = tasks.tasks_of(schedule, CHUNK, total, self.window)
+        work = tasks.tasks_of(schedule, CHUNK, total, self.window, even=True)
         held = min(self.window, total) * kv_heads * topk
         group, dim = self.facts.group, out.shape[2]
         slots = torch.empty((held, group * dim), dtype=out.dtype, device=out.device)
@@ -200,11 +203,26 @@ def _slots(queries: Tensor, total: int) -> Tensor:
     return found.scatter_(1, order, rank.to(torch.uint8))
 
 
-def builds(arch: str) -> tuple[Build, ...]:
-    """What :func:`forward` compiles for MiniMax-M3 in bf16, but for the lookup: task windows are
-    those of :data:`_SLOT_BYTES`."""
-    window = _SLOT_BYTES // (16 * 64 * 128 * 2)
+def _large(arch: str, facts: Config) -> tuple[Request, ...]:
+    """The kernels of a training step that take seconds to compile, but for one that is compiled
+    here meanwhile."""
+    facts_of = (arch, facts.dtype, facts.group)
     return (
-        *survey.builds(arch), *union.builds(arch), tasks.build(arch, CHUNK, window),
-        *key_major.builds(arch), *merge.builds(arch),
-    )  # fmt: skip
+        Request("openmsa.kernels.sm90.backward.launch", *facts_of, ("backward",)),
+        Request(__name__, *facts_of, ("forward_key_major", "forward_merge")),
+    )
+
+
+def builds(arch: str, dtype: str = "bfloat16", group: int = 16) -> tuple[Build, ...]:
+    """What :func:`forward` compiles for MiniMax-M3's head counts and top-16, but for the lookup:
+    task windows are those of :data:`_SLOT_BYTES`."""
+    window = _SLOT_BYTES // (_TOPK * 64 * 128 * 2)
+    facts = Config(dtype, group)
+    return (
+        survey.fitness(arch, facts),
+        *(survey.build(arch, group, _TOPK, sample) for sample in (True, False)),
+        union.build(arch, facts, facts.union_queries * survey.padded(_TOPK)),
+        tasks.build(arch, CHUNK, window, even=True),
+        key_major.build(arch, facts),
+        merge.build(arch, facts),
+    )

@@ -26,7 +26,7 @@ from openmsa.kernels.sm90.forward.config import HALVES, HEAD_DIM, Config  # noqa
 from openmsa.kernels.sm90.forward.setup import dtype_of  # noqa: E402
 from openmsa.kernels.sm90.forward.walk import union_wins  # noqa: E402
 
-__all__ = ["Merge", "build", "builds"]
+__all__ = ["Merge", "build"]
 
 _THREADS = 256
 _PIECE = 8  # elements of 16 bytes
@@ -161,11 +161,6 @@ def _count(chosen: cute.Tensor, lane: Int32) -> Int32:
     for power in cutlass.range_constexpr(4):
         found += cute.arch.shuffle_sync_bfly(found, 1 << power)
     return found
-
-
-def builds(arch: str) -> tuple[Build, ...]:
-    """What the merge compiles for MiniMax-M3 in bf16."""
-    return (build(arch, Config("bfloat16", 16)),)
 
 
 def build(arch: str, config: Config) -> Build:

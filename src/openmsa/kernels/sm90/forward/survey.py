@@ -29,7 +29,7 @@ from openmsa.kernels.sm90.forward.config import BLOCK, HEAD_DIM, MOST_EDGES, Con
 from openmsa.kernels.sm90.forward.setup import dtype_of  # noqa: E402
 from openmsa.kernels.sm90.forward.walk import union_wins  # noqa: E402
 
-__all__ = ["Fitness", "Survey", "Tables", "build", "builds", "fitness", "padded"]
+__all__ = ["Fitness", "Survey", "Tables", "build", "fitness", "padded"]
 
 SAMPLE = 8
 """One tile in this many is looked at before the verdict."""
@@ -266,10 +266,3 @@ def build(arch: str, group: int, topk: int, sample: bool) -> Build:
 
     facts = (("group", group), ("topk", topk), ("sample", sample))
     return Build("forward_survey", arch, facts, make)
-
-
-def builds(arch: str) -> tuple[Build, ...]:
-    """What the survey compiles for MiniMax-M3 in bf16."""
-    config = Config("bfloat16", 16)
-    surveys = (build(arch, config.group, 16, sample) for sample in (True, False))
-    return (fitness(arch, config), *surveys)

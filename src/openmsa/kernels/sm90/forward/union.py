@@ -31,9 +31,8 @@ from openmsa.kernels.sm90.forward.config import (  # noqa: E402
 )
 from openmsa.kernels.sm90.forward.context import Maps, Numbers, UnionTensors  # noqa: E402
 from openmsa.kernels.sm90.forward.setup import context_of, dtype_of  # noqa: E402
-from openmsa.kernels.sm90.forward.survey import padded  # noqa: E402
 
-__all__ = ["UnionForward", "build", "builds"]
+__all__ = ["UnionForward", "build"]
 
 
 class UnionForward:
@@ -78,12 +77,6 @@ class UnionForward:
             cute.arch.setmaxregister_decrease(least)
             if warp == WARPS * UNION_CONSUMERS:
                 union_load.run(c, maps)
-
-
-def builds(arch: str) -> tuple[Build, ...]:
-    """What the union forward compiles for MiniMax-M3 in bf16."""
-    config = Config("bfloat16", 16)
-    return (build(arch, config, config.union_queries * padded(16)),)
 
 
 def build(arch: str, config: Config, edges: int) -> Build:
