@@ -306,7 +306,7 @@ def main() -> int:
     parser.add_argument(
         "--no-verify",
         action="store_true",
-        help="measure at once, and say that nothing was verified",
+        help="measure at once, and say so",
     )
     options.add_files(parser, "times and rates")
     args = parser.parse_args()
