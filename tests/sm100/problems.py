@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from openmsa import Documents
 from openmsa.contract.problem import AttentionConfig, Saved
 from openmsa.reference.schedule import key_schedule
-from openmsa.testing import Inputs, attention_truth
+from openmsa.testing import Inputs, assert_ok, attention_truth
 from openmsa.testing.oracle import AttentionTruth
 
 BLOCK, DIM = 128, 128
@@ -87,3 +88,41 @@ def problem(
 def with_inputs(found: Backward, **changed: Tensor) -> Backward:
     """The same problem with other tensors of the same values."""
     return replace(found, inputs=replace(found.inputs, **changed))
+
+
+def check(found: Backward, result: Any) -> None:
+    """dq, dk and dv of ``result`` within the yardstick, and zero where nothing is read."""
+    for name in ("dq", "dk", "dv"):
+        assert_ok(found.truth.quantities[name].compare(getattr(result, name)))
+    for name, zero in found.truth.must_be_zero().items():
+        if hasattr(result, name):
+            assert not bool(getattr(result, name)[zero].any()), name
+
+
+def relative(found: Backward, result: Any) -> dict[str, float]:
+    """L2 error of dq, dk and dv, relative to the truth's norm, of the fp32 sums."""
+    errors = {}
+    for name, value in zip(("dq", "dk", "dv"), result.sums, strict=True):
+        exact = found.truth.quantities[name].exact
+        errors[name] = float((value.double() - exact).norm() / exact.norm())
+    return errors
+
+
+def with_slack(found: Backward, rows: int = 2) -> tuple[Saved, Tensor, Tensor]:
+    """The forward's results, d_out and d_lse with rows past the layout's queries: NaN in what is
+    given, nothing selected."""
+
+    def longer(x: Tensor, value: float) -> Tensor:
+        return torch.cat([x, torch.full_like(x[:rows], value)])
+
+    inputs, saved, nan = found.inputs, found.saved(), float("nan")
+    indices = torch.cat([found.indices, torch.full_like(found.indices[:, :rows], -1)], 1)
+    saved = replace(
+        saved,
+        q=longer(inputs.q, nan),
+        out=longer(saved.out, 0.0),
+        lse=longer(saved.lse, float("-inf")),
+        indices=indices,
+        schedule=key_schedule(indices, found.docs.layout, BLOCK),
+    )
+    return saved, longer(inputs.d_out, nan), longer(inputs.d_lse, nan)

@@ -16,11 +16,10 @@ from openmsa import pipeline
 from openmsa.dispatch.choose import choose_with
 from openmsa.dispatch.probe import DeviceFacts, Toolchain
 from openmsa.kernels.common import device
-from openmsa.reference.schedule import key_schedule
 from openmsa.testing import assert_ok, attention_truth, poisoned_memory
 
 from .conftest import ARCH, full
-from .problems import BLOCK, problem, with_inputs
+from .problems import BLOCK, check, problem, relative, with_inputs, with_slack
 
 
 def gradients(found, *, deterministic=False, window=512, d_out=None):
@@ -42,23 +41,6 @@ def backward(found, saved, d_out, d_lse, deterministic, window):
         )
         rounded = backward_postprocess.backward_postprocess(*sums, saved.q.dtype)
     return SimpleNamespace(dq=rounded[0], dk=rounded[1], dv=rounded[2], sums=sums)
-
-
-def check(found, result):
-    for name in ("dq", "dk", "dv"):
-        assert_ok(found.truth.quantities[name].compare(getattr(result, name)))
-    for name, zero in found.truth.must_be_zero().items():
-        if hasattr(result, name):
-            assert not bool(getattr(result, name)[zero].any()), name
-
-
-def relative(found, result):
-    """L2 error of dq, dk and dv, relative to the truth's norm, of the fp32 sums."""
-    errors = {}
-    for name, value in zip(("dq", "dk", "dv"), result.sums, strict=True):
-        exact = found.truth.quantities[name].exact
-        errors[name] = float((value.double() - exact).norm() / exact.norm())
-    return errors
 
 
 def test_packed_ragged_and_one_token_documents(simulated):
@@ -132,25 +114,11 @@ def test_more_queries_than_keys_slack_rows_and_many_runs_in_one_thread_block(sim
     """Queries that see no key, a document of no key, rows past the last document; short and full
     blocks one after the other, all by one thread block."""
     found = problem([9, 3, 2, 1, 3], keys=[5, 0, 130, 1, 128], group=32)
-    slack = {
-        name: torch.cat([value, torch.full_like(value[:2], float("nan"))])
-        for name, value in vars(found.inputs).items()
-        if name in ("q", "d_out", "d_lse")
-    }
-    total = found.docs.num_queries
-    indices = torch.cat([found.indices, torch.full_like(found.indices[:, :2], -1)], 1)
-    truth, saved = found.truth, found.saved()
-    wide = dataclasses.replace(
-        saved,
-        q=slack["q"],
-        out=torch.cat([saved.out, torch.zeros_like(saved.out[:2])]),
-        lse=torch.cat([saved.lse, torch.full_like(saved.lse[:2], float("-inf"))]),
-        indices=indices,
-        schedule=key_schedule(indices, found.docs.layout, BLOCK),
-    )
+    total, truth = found.docs.num_queries, found.truth
+    wide, d_out, d_lse = with_slack(found)
     with device.assume(ARCH, num_sms=1):
         for deterministic in (False, True):
-            grads = backward(found, wide, slack["d_out"], slack["d_lse"], deterministic, 8)
+            grads = backward(found, wide, d_out, d_lse, deterministic, 8)
             assert not bool(grads.dq[total:].any())
             grads.dq = grads.dq[:total]
             for name in ("dq", "dk", "dv"):

@@ -37,6 +37,7 @@ def results(found: Backward) -> dict[str, Tensor]:
     from openmsa.kernels.sm100 import backward_preprocess
 
     inputs, layout, saved = found.inputs, found.docs.layout, found.saved()
+    saved = replace(saved, out=saved.out.to(inputs.q.device), lse=saved.lse.to(inputs.q.device))
     made = {}
     config = found.config()
     made["out"], made["lse"] = forward.forward(

@@ -18,13 +18,14 @@ from openmsa.dispatch.choose import check_backend, choose, supports
 from openmsa.dispatch.probe import device_facts, toolchain
 from openmsa.dispatch.support import FLOATS
 from openmsa.dispatch.table import ORDER
-from openmsa.reference.schedule import invert, key_schedule, task_build
+from openmsa.reference.schedule import invert, key_schedule
 from openmsa.testing.case import Case, Inputs
 from openmsa.testing.compare import Report, compare_exact
 from openmsa.testing.oracle import attention_truth
 from openmsa.testing.poison import poisoned_memory
 from openmsa.testing.problems import problems
 from openmsa.testing.selection_oracle import selection_truth
+from openmsa.testing.task_table import task_pairs
 
 __all__ = ["default_device", "refusal", "verify", "verify_case"]
 
@@ -250,14 +251,9 @@ def _schedule(run: _Run) -> Iterator[Report]:
     build = plan.stage("task_build")
     if build is None:
         return
-    arguments = (run.case.topology.group, layout.num_queries)
     with poisoned_memory():
-        tasks = build(built, *arguments)
-    right = task_build(wanted, *arguments)
-    parts = ("tasks", "count", "owners")
-    yield _all_exact(
-        "tasks", {part: (getattr(tasks, part), getattr(right, part)) for part in parts}
-    )
+        tasks = build(built, run.case.topology.group, layout.num_queries)
+    yield _all_exact("tasks", task_pairs(tasks, wanted, layout.num_queries))
 
 
 def _attention(run: _Run) -> Iterator[Report]:
