@@ -39,8 +39,9 @@ WARPS = 4  # of a warpgroup
 STOP = -1
 """Flags of a tile that is none: there is no more work."""
 
-CHUNK = 256
-"""Queries of a key-major task. K and V are read once a task."""
+CHUNK = 128
+"""Queries of a key-major task. K and V are read once a task. On an H200 (2026-12) 256 took 0.2 of
+7.6 ms longer at 32,768 queries, as thread blocks end further apart."""
 
 CONSUMERS = 2
 STAGES = 6
