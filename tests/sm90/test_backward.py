@@ -207,15 +207,45 @@ def test_a_row_whose_integers_have_no_bound_is_nan_and_no_other(simulated):
     assert torch.equal(hit, plain)
 
 
-def test_the_largest_sum_of_integers_stays_below_its_limit(simulated):
-    """One key that has all the weight, V along dO, and a gradient of lse that adds up: dq of the
-    largest channel of K is the bound itself."""
-    found = problem([2], topk=1)
+def test_rows_whose_squares_are_none_of_fp32(simulated):
+    """So small or large that the sum of a row's squares vanishes or overflows: in d_out, in V."""
+    found = problem([8, 8, 8, 8], group=8, topk=1)
     inputs = found.inputs
-    v = inputs.d_out[:, :1].clone()
-    d_lse = -torch.full_like(inputs.d_lse, 300.0)
-    found = with_truth(with_inputs(found, v=v, d_lse=d_lse))
+    v, d_out = inputs.v.double(), inputs.d_out.double()
+    d_out[:8] *= 1e-24
+    d_out[8:16] *= 1e20
+    v[16:24] *= 1e25
+    v[24:] *= 1e-24
+    changed = {"v": v.bfloat16(), "d_out": d_out.bfloat16(), "d_lse": inputs.d_lse * 0}
+    found = with_truth(with_inputs(found, **changed))
     check(found, gradients(found, deterministic=True))
+
+
+def test_nan_in_d_out_reaches_dq_where_all_keys_are_zero(simulated):
+    found = problem([6], topk=1)
+    d_out = found.inputs.d_out.clone()
+    d_out[2, 3, 4] = float("nan")
+    changed = with_inputs(found, k=torch.zeros_like(found.inputs.k), d_out=d_out)
+    result = gradients(changed, deterministic=True).sums[0]
+    assert bool(result[2, 3].isnan().all())
+    result[2, 3] = 0
+    assert not bool(result.any())
+
+
+def test_the_largest_sum_of_integers_stays_below_its_limit(simulated):
+    """One key that has all the weight, V that is dO, and a gradient of lse that turns delta against
+    dP: dq of the largest channel of K is the bound itself, just below a power of two."""
+    found = problem([1, 1], topk=1)
+    inputs = found.inputs
+    d_out = inputs.d_out[:, :1].expand(-1, 16, -1).contiguous()
+    scale = found.config().scale
+    d_lse = 4096 * (1 - 2**-20) / (scale * inputs.k.double().abs().amax(2))
+    assert bool((d_lse > d_out.double().square().sum(2)).all())
+    d_lse = d_lse.expand(-1, 16).float().contiguous()
+    found = with_truth(with_inputs(found, v=d_out[:, :1].clone(), d_out=d_out, d_lse=d_lse))
+    result = gradients(found, deterministic=True)
+    check(found, result)
+    assert abs(float(result.sums[0].abs().max()) / 4096 - 1) < 2**-8
 
 
 def test_the_pipeline_runs_the_row_s_stages(simulated, monkeypatch):

@@ -11,7 +11,8 @@ by dP_j = V_j . dO, Cauchy-Schwarz and sum_j P_j <= 1; j runs over the keys of t
 query chose. With the bound below 2^e the unit is 2^(e - 29): a factor of four is left for rounded P
 and dS. A part is then off by at most half a unit, some 2^-30 of the bound. The bound itself is
 about a thousand times a usual element (random inputs; docs/hardware/sm90.md), which leaves errors
-far below those of P and dS, which are rounded to 16 bits.
+far below those of P and dS, which are rounded to 16 bits. Where a row's squares leave the range of
+fp32, its length is bounded by its largest element.
 
 A row whose bound is not finite becomes NaN.
 """
@@ -22,6 +23,7 @@ from openmsa.kernels import require_cute_dsl
 
 require_cute_dsl()
 
+import math  # noqa: E402
 from typing import Any, NamedTuple  # noqa: E402
 
 import cutlass  # noqa: E402
@@ -42,6 +44,9 @@ _WARPS = 4
 _THREADS = _WARPS * 32
 _VECTOR = 8  # channels of a load: 16 bytes of the inputs
 _LARGEST = 3.0e38
+_SMALLEST = 1.0e-30
+"""Of a sum of squares: those that vanish in fp32 do not count beside it."""
+
 _INFINITE = float("inf")
 _BITS = 29
 _BIAS = 127
@@ -66,34 +71,37 @@ class Maxima:
     ) -> None:
         row, head, _ = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
-        squares, largest, total = Float32(0.0), Float32(0.0), Float32(0.0)
+        squares, longest = Float32(0.0), Float32(0.0)
+        largest, total = Float32(0.0), Float32(0.0)
         if thread < blocks[row, 1]:
             key = blocks[row, 0] + thread
             for at in cutlass.range(HEAD_DIM // _VECTOR, unroll=4):
                 a, b = _channels(v, key, head, at), _channels(k, key, head, at)
                 for i in cutlass.range_constexpr(_VECTOR):
                     squares += a[i] * a[i]
+                    longest = cute.arch.fmax(longest, _size(a[i]))
                     size = _size(b[i])
                     total += size
                     largest = cute.arch.fmax(largest, size)
+        longest = _length(squares, longest)
         # What is not finite is infinite here: a maximum would drop NaN.
-        if not squares <= _LARGEST:
-            squares = Float32(_INFINITE)
+        if not longest <= _LARGEST:
+            longest = Float32(_INFINITE)
         if not total <= _LARGEST:
             largest = Float32(_INFINITE)
         for power in cutlass.range_constexpr(5):
-            squares = cute.arch.fmax(squares, cute.arch.shuffle_sync_bfly(squares, 1 << power))
+            longest = cute.arch.fmax(longest, cute.arch.shuffle_sync_bfly(longest, 1 << power))
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << power))
         found = utils.SmemAllocator().allocate_tensor(Float32, cute.make_layout((2, _WARPS)), 16)
         if thread % 32 == 0:
-            found[0, thread // 32] = squares
+            found[0, thread // 32] = longest
             found[1, thread // 32] = largest
         cute.arch.sync_threads()
         if thread == 0:
             for warp in cutlass.range_constexpr(1, _WARPS):
-                squares = cute.arch.fmax(squares, found[0, warp])
+                longest = cute.arch.fmax(longest, found[0, warp])
                 largest = cute.arch.fmax(largest, found[1, warp])
-            maxima[head, row, 0] = cute.math.sqrt(squares)
+            maxima[head, row, 0] = longest
             maxima[head, row, 1] = largest
 
 
@@ -137,7 +145,7 @@ class Units:
         lane = cute.arch.lane_idx()
         query, head = warp // heads, warp % heads
         if query < d_out.shape[0]:
-            longest, largest = Float32(0.0), Float32(0.0)
+            longest, largest = Float32(0.0), Float32(-1.0)
             if query < queries:
                 entry = last_not_above(s.cu_seqlens_q, s.spans.shape[0], query)
                 base = s.first[s.spans[entry, 2]]
@@ -153,14 +161,16 @@ class Units:
             for pair in cutlass.range_constexpr(self.group // 2):
                 q_head = head * self.group + pair * 2 + lane // 16
                 values = _channels(d_out, query, q_head, lane % 16)
-                total = Float32(0.0)
+                total, top = Float32(0.0), Float32(0.0)
                 for i in cutlass.range_constexpr(_VECTOR):
                     total += values[i] * values[i]
+                    top = cute.arch.fmax(top, _size(values[i]))
                 for power in cutlass.range_constexpr(4):
                     total += cute.arch.shuffle_sync_bfly(total, 1 << power)
+                    top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << power))
                 if lane % 16 == 0:
-                    term = cute.math.sqrt(total) * longest + _size(delta[query, q_head])
-                    factors[query, q_head] = _factor(scale * term * largest, largest > 0.0)
+                    term = _length(total, top) * longest + _size(delta[query, q_head])
+                    factors[query, q_head] = _factor(scale * term * largest, largest >= 0.0)
 
 
 class Real:
@@ -193,6 +203,17 @@ class Real:
 def _size(value: Any) -> Any:
     """The absolute value; of NaN, NaN."""
     return cute.math.absf(value)
+
+
+@cute.jit
+def _length(squares: Float32, largest: Float32) -> Float32:
+    """The length of a row, or a bound of it, by the sum of its squares and its largest element; NaN
+    where there is one."""
+    found = cute.math.sqrt(squares)
+    # Not so of NaN, which a maximum would have dropped.
+    if squares < _SMALLEST or squares > _LARGEST:
+        found = largest * Float32(math.sqrt(HEAD_DIM))
+    return found
 
 
 @cute.jit
