@@ -163,6 +163,18 @@ def test_what_lies_behind_a_key_that_a_row_does_not_see_may_be_anything(simulate
             assert torch.equal(getattr(result, name)[:5], getattr(plain, name)[:5]), name
 
 
+def test_gradients_of_a_key_that_nobody_sees_are_zero_whatever_it_holds(simulated):
+    """The block's other keys are read, by a tile that is not full."""
+    found = problem([BLOCK], topk=1)
+    found.indices[0, 3:] = -1
+    k, v = found.inputs.k.clone(), found.inputs.v.clone()
+    k[9], v[9], v[10] = (float(x) for x in ("nan", "inf", "nan"))
+    result = gradients(with_inputs(found, k=k, v=v))
+    for name in ("dk", "dv"):
+        assert bool(getattr(result, name)[:3].any())
+        assert not bool(getattr(result, name)[3:].any()), name
+
+
 def test_a_document_of_nothing_and_a_selection_of_nothing(simulated):
     found = problem([3, 0], topk=1)
     nothing = dataclasses.replace(found, indices=torch.full_like(found.indices, -1))

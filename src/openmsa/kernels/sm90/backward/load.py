@@ -1,8 +1,7 @@
 """One warp takes tasks and asks the copy engine for tiles: K and V of a task, q and dO of a tile.
 
 A tile's rows are gathered, one box per query of ``group`` heads and 64 channels; a row without a
-query has the index -1, which lies outside the tensor and so is filled with zeros, and an lse that
-makes its P zero. What a tile needs besides (lse, delta, visible keys) the warp reads one tile
+query has the index -1, which lies outside the tensor and so is filled with zeros, and sees no key. What a tile needs besides (lse, delta, visible keys) the warp reads one tile
 ahead, and takes the next task while it works on this one.
 """
 
@@ -113,8 +112,9 @@ def _ticket(c: Context) -> Int32:
 def _edges(
     c: Context, head: Int32, edge: Int32, left: Int32, lane: Int32, first: Int32, keys: Int32
 ) -> tuple[Int32, Int32]:
-    """The lane's query of the next 32 edges, -1 past the end, and how many keys it sees."""
-    query, visible = Int32(-1), Int32(BLOCK)
+    """The lane's query of the next 32 edges, -1 past the end, and how many keys it sees: none where
+    it is no query, as zero times a NaN of K or V is not zero."""
+    query, visible = Int32(-1), Int32(0)
     if lane < left:
         query = c.tensors.queries[head, edge + lane]
         visible = c.tensors.positions[query] - first + 1
