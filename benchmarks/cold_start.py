@@ -9,10 +9,12 @@ holds is compilation, loading and the step itself, which is selection, forward a
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 STEP = """
 import sys, time, torch, triton, openmsa
@@ -22,12 +24,25 @@ def normal(heads):
     return torch.randn(4096, heads, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 q, k, v, index_q, index_k = map(normal, (64, 4, 4, 4, 1))
 torch.cuda.synchronize()
-start = time.perf_counter()
+marks = [time.perf_counter()]
+def mark():
+    torch.cuda.synchronize()
+    marks.append(time.perf_counter())
 selection = openmsa.select_blocks(index_q, index_k, docs)
-openmsa.sparse_attention(q, k, v, selection, docs, backend=sys.argv[1]).sum().backward()
-torch.cuda.synchronize()
-print(time.perf_counter() - start)
+mark()
+out = openmsa.sparse_attention(q, k, v, selection, docs, backend=sys.argv[1])
+mark()
+out.sum().backward()
+mark()
+print(*(end - begin for begin, end in zip(marks, marks[1:])))
 """
+
+
+def compiled(folder: Path) -> str:
+    """What the CuTe DSL took for each kernel, in this process or another, longest first."""
+    about = [json.loads(path.read_text())["about"] for path in folder.glob("*/entry.json")]
+    about.sort(key=lambda entry: -entry["seconds"])
+    return ", ".join(f"{entry['name']} {entry['seconds']:.1f}" for entry in about)
 
 
 def main() -> int:
@@ -53,7 +68,15 @@ def main() -> int:
             if found.returncode:
                 sys.stderr.write(found.stderr)
                 return 1
-            sys.stdout.write(f"{name} cache: {float(found.stdout):.1f} s\n")
+            parts = [float(part) for part in found.stdout.split()]
+            shown = ", ".join(
+                f"{stage} {part:.1f}"
+                for stage, part in zip(("select", "forward", "backward"), parts, strict=True)
+            )
+            sys.stdout.write(f"{name} cache: {sum(parts):.1f} s ({shown})\n")
+            made = compiled(Path(cache) / "openmsa")
+            if name == "cold" and made:
+                sys.stdout.write(f"  compiled: {made}\n")
     return 0
 
 

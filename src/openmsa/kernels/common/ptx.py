@@ -11,7 +11,7 @@ from typing import Any  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 from cutlass import Float32, Int32  # noqa: E402
 from cutlass._mlir.dialects import llvm  # noqa: E402
-from cutlass.cutlass_dsl import T, dsl_user_op  # noqa: E402
+from cutlass.cutlass_dsl import dsl_user_op  # noqa: E402
 
 __all__ = [
     "add_f32",
@@ -21,7 +21,6 @@ __all__ = [
     "bulk_store",
     "fence_tmem_after",
     "fence_tmem_before",
-    "nearest_s32",
     "store_matrices",
 ]
 
@@ -76,18 +75,6 @@ def arrive_warp(barrier: Any) -> None:
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
-
-
-@dsl_user_op
-def nearest_s32(value: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """The integer nearest to an fp32 value, the even one of two; what is out of range becomes the
-    nearest there is, NaN zero."""
-    found = llvm.inline_asm(
-        T.i32(), [Float32(value).ir_value(loc=loc, ip=ip)], "cvt.rni.s32.f32 $0, $1;", "=r,f",
-        has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc, ip=ip,
-    )  # fmt: skip
-    return Int32(found)
 
 
 @dsl_user_op

@@ -35,4 +35,5 @@ def task_build(
 
 def builds(arch: str) -> tuple[Build, ...]:
     """What :func:`task_build` compiles."""
-    return (tasks.build(arch, CHUNK, window_of(0), even=True),)
+    windows = (window_of(0), window_of(2**31))
+    return tuple(tasks.build(arch, CHUNK, window, even=True) for window in windows)

@@ -14,6 +14,9 @@ about a thousand times a usual element (random inputs; docs/hardware/sm90.md), w
 far below those of P and dS, which are rounded to 16 bits. Where a row's squares leave the range of
 fp32, its length is bounded by its largest element.
 
+Every part carries the same bias, an integer that the way of rounding leaves (`store`), so that the
+number of a query's parts times the bias is taken off in the end; all of it modulo 2^32.
+
 A row whose bound is not finite becomes NaN.
 """
 
@@ -24,6 +27,7 @@ from openmsa.kernels import require_cute_dsl
 require_cute_dsl()
 
 import math  # noqa: E402
+import struct  # noqa: E402
 from typing import Any, NamedTuple  # noqa: E402
 
 import cutlass  # noqa: E402
@@ -49,8 +53,21 @@ _SMALLEST = 1.0e-30
 
 _INFINITE = float("inf")
 _BITS = 29
-_BIAS = 127
+_EXPONENT = 127
 _MANTISSA = 23
+
+HIGH, LOW, SHIFT = 1.5 * 2.0**31, 1.5 * 2.0**23, 8
+"""Numbers of which a sum with less than 2^30, or 2^22, has a last bit of 2^SHIFT, or of 1."""
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+_MODULUS = 2**32
+_SUM = ((_bits(HIGH) << SHIFT) + _bits(LOW)) % _MODULUS
+BIAS = _SUM - _MODULUS if _SUM >= _MODULUS // 2 else _SUM
+"""What a part is too large by, as int32."""
 
 
 class Maxima:
@@ -117,27 +134,29 @@ class Selected(NamedTuple):
 
 
 class Units:
-    """The factor ``1 / unit`` of each row. A query and KV head to a warp."""
+    """The factor ``1 / unit`` of each row, and the parts of each query and KV head, which are a
+    warp's work."""
 
     def __init__(self, group: int) -> None:
         self.group = group
 
     @cute.jit
     def __call__(
-        self, d_out: cute.Tensor, delta: cute.Tensor, factors: cute.Tensor, selected: Selected,
-        scale: Float32, queries: Int32, stream: Any,
+        self, d_out: cute.Tensor, delta: cute.Tensor, factors: cute.Tensor, parts: cute.Tensor,
+        selected: Selected, scale: Float32, queries: Int32, stream: Any,
     ) -> None:  # fmt: skip
-        """d_out ``[Tq, Hq, 128]``, delta and factors ``[Tq, Hq]``; rows past ``queries`` get 1."""
+        """d_out ``[Tq, Hq, 128]``, delta and factors ``[Tq, Hq]``, parts ``[Tq, Hkv]``; rows past
+        ``queries`` get the factor 1 and no parts."""
         selected = Selected(*selected)
         warps = d_out.shape[0] * selected.indices.shape[0]
-        self.kernel(d_out, delta, factors, selected, scale, queries).launch(
+        self.kernel(d_out, delta, factors, parts, selected, scale, queries).launch(
             grid=(cute.ceil_div(warps, _WARPS), 1, 1), block=(_THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, d_out: cute.Tensor, delta: cute.Tensor, factors: cute.Tensor, selected: Selected,
-        scale: Float32, queries: Int32,
+        self, d_out: cute.Tensor, delta: cute.Tensor, factors: cute.Tensor, parts: cute.Tensor,
+        selected: Selected, scale: Float32, queries: Int32,
     ) -> None:  # fmt: skip
         s = Selected(*selected)
         heads = s.indices.shape[0]
@@ -145,18 +164,22 @@ class Units:
         lane = cute.arch.lane_idx()
         query, head = warp // heads, warp % heads
         if query < d_out.shape[0]:
-            longest, largest = Float32(0.0), Float32(-1.0)
+            longest, largest, count = Float32(0.0), Float32(0.0), Int32(0)
             if query < queries:
                 entry = last_not_above(s.cu_seqlens_q, s.spans.shape[0], query)
                 base = s.first[s.spans[entry, 2]]
                 for slot in cutlass.range(lane, s.indices.shape[2], 32, unroll=1):
                     block = s.indices[head, query, slot]
                     if block >= 0:
+                        count += 1
                         longest = cute.arch.fmax(longest, s.maxima[head, base + block, 0])
                         largest = cute.arch.fmax(largest, s.maxima[head, base + block, 1])
             for power in cutlass.range_constexpr(5):
                 longest = cute.arch.fmax(longest, cute.arch.shuffle_sync_bfly(longest, 1 << power))
                 largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << power))
+                count += cute.arch.shuffle_sync_bfly(count, 1 << power)
+            if lane == 0:
+                parts[query, head] = count
             # Two heads at a time: 16 lanes have a row of 128 channels.
             for pair in cutlass.range_constexpr(self.group // 2):
                 q_head = head * self.group + pair * 2 + lane // 16
@@ -170,33 +193,41 @@ class Units:
                     top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << power))
                 if lane % 16 == 0:
                     term = _length(total, top) * longest + _size(delta[query, q_head])
-                    factors[query, q_head] = _factor(scale * term * largest, largest >= 0.0)
+                    factors[query, q_head] = _factor(scale * term * largest, count > 0)
 
 
 class Real:
-    """fp32 in place of int32: an element times its row's unit."""
+    """fp32 in place of int32: an element without the bias of its parts, times its row's unit."""
 
     @cute.jit
     def __call__(
-        self, sums: cute.Tensor, factors: cute.Tensor, found: cute.Tensor, stream: Any
-    ) -> None:
-        """sums int32 and found fp32 ``[elements / 4, 4]``, factors ``[rows]``."""
-        self.kernel(sums, factors, found).launch(
+        self, sums: cute.Tensor, factors: cute.Tensor, parts: cute.Tensor, found: cute.Tensor,
+        stream: Any,
+    ) -> None:  # fmt: skip
+        """sums int32 and found fp32 ``[elements / 4, 4]``, factors ``[Tq, Hq]``, parts ``[Tq,
+        Hkv]``."""
+        self.kernel(sums, factors, parts, found).launch(
             grid=(cute.ceil_div(sums.shape[0], _THREADS), 1, 1),
             block=(_THREADS, 1, 1),
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, sums: cute.Tensor, factors: cute.Tensor, found: cute.Tensor) -> None:
+    def kernel(
+        self, sums: cute.Tensor, factors: cute.Tensor, parts: cute.Tensor, found: cute.Tensor
+    ) -> None:
         at = Int64(cute.arch.block_idx()[0]) * _THREADS + cute.arch.thread_idx()[0]
         if at < sums.shape[0]:
             values = cute.make_rmem_tensor(4, Int32)
             cute.autovec_copy(sums[at, None], values)
-            unit = Float32(1.0) / factors[at // (HEAD_DIM // 4)]
+            heads, kv_heads = factors.shape[1], parts.shape[1]
+            row = (at // (HEAD_DIM // 4)).to(Int32)
+            query, q_head = row // heads, row % heads
+            unit = Float32(1.0) / factors[query, q_head]
+            bias = parts[query, q_head // (heads // kv_heads)] * Int32(BIAS)
             result = cute.make_rmem_tensor(4, Float32)
             for i in cutlass.range_constexpr(4):
-                result[i] = values[i].to(Float32) * unit
+                result[i] = (values[i] - bias).to(Float32) * unit
             cute.autovec_copy(result, found[at, None])
 
 
@@ -220,12 +251,12 @@ def _length(squares: Float32, largest: Float32) -> Float32:
 def _factor(bound: Float32, reads: Any) -> Float32:
     """2^(29 - e) for a bound below 2^e; 1 where nothing is read, NaN for a bound that is none."""
     bits = bound.bitcast(Int32)
-    power = _BITS - ((bits >> _MANTISSA) - _BIAS + 1)
-    if power > _BIAS - 1:
-        power = Int32(_BIAS - 1)
-    if power < 1 - _BIAS:
-        power = Int32(1 - _BIAS)
-    found = ((power + _BIAS) << _MANTISSA).bitcast(Float32)
+    power = _BITS - ((bits >> _MANTISSA) - _EXPONENT + 1)
+    if power > _EXPONENT - 1:
+        power = Int32(_EXPONENT - 1)
+    if power < 1 - _EXPONENT:
+        power = Int32(1 - _EXPONENT)
+    found = ((power + _EXPONENT) << _MANTISSA).bitcast(Float32)
     if not bound <= _LARGEST:
         found = Float32(float("nan"))
     if not reads:
@@ -244,26 +275,27 @@ def _channels(x: cute.Tensor, row: Int32, head: Int32, at: Any) -> Any:
 def units(
     arch: str, k: Tensor, v: Tensor, d_out: Tensor, delta: Tensor, indices: Tensor,
     blocks: Tensor, layout: Layout, scale: float,
-) -> Tensor:  # fmt: skip
-    """fp32 ``[Tq, Hq]``, one over the unit of each row of dq."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One over the unit of each row of dq, fp32 ``[Tq, Hq]``; its parts, int32 ``[Tq, Hkv]``."""
     dtype = str(k.dtype).removeprefix("torch.")
     heads, rows = k.shape[1], blocks.shape[0]
     maxima = torch.empty((heads, rows, 2), dtype=torch.float32, device=k.device)
     function(_maxima(arch, dtype))(k, v, blocks, maxima)
     factors = torch.empty(delta.shape, dtype=torch.float32, device=k.device)
+    parts = torch.empty((delta.shape[0], heads), dtype=torch.int32, device=k.device)
     first = layout.first_blocks(BLOCK).int()
     function(_units(arch, dtype, d_out.shape[1] // heads))(
-        d_out, delta, factors,
+        d_out, delta, factors, parts,
         Selected(indices, layout.cu_seqlens_q, layout.spans, first, maxima),
         scale, layout.num_queries,
     )  # fmt: skip
-    return factors
+    return factors, parts
 
 
-def real(arch: str, sums: Tensor, factors: Tensor) -> Tensor:
+def real(arch: str, sums: Tensor, factors: Tensor, parts: Tensor) -> Tensor:
     """The fp32 values of int32 ``sums [Tq, Hq, 128]``, in the same memory."""
     found = sums.view(torch.float32)
-    function(_real(arch))(sums.view(-1, 4), factors.view(-1), found.view(-1, 4))
+    function(_real(arch))(sums.view(-1, 4), factors, parts, found.view(-1, 4))
     return found
 
 
@@ -296,8 +328,8 @@ def _units(arch: str, dtype: str, group: int) -> Build:
             fake(torch.float32, (ANY, ANY, 2)),
         )  # fmt: skip
         return Units(group), (
-            _rows(dtype), fake(torch.float32, table), fake(torch.float32, table), selected,
-            Float32(0), Int32(0),
+            _rows(dtype), fake(torch.float32, table), fake(torch.float32, table),
+            fake(torch.int32, table), selected, Float32(0), Int32(0),
         )  # fmt: skip
 
     return Build("dq_units", arch, (("dtype", dtype), ("group", group)), make)
@@ -307,8 +339,8 @@ def _real(arch: str) -> Build:
     def make() -> tuple[Any, tuple[Any, ...]]:
         shape = (ANY, 4)
         return Real(), (
-            fake(torch.int32, shape, align=16), fake(torch.float32, (ANY,)),
-            fake(torch.float32, shape, align=16),
+            fake(torch.int32, shape, align=16), fake(torch.float32, (ANY, ANY)),
+            fake(torch.int32, (ANY, ANY)), fake(torch.float32, shape, align=16),
         )  # fmt: skip
 
     return Build("dq_real", arch, (), make)

@@ -53,10 +53,12 @@ def backward(
     )
     arch = arch_of(q.device)
     positions, blocks = lookup(layout, rows, config.block_size)
-    factors, turns = delta, tasks.tasks.view(1, 1, -1)[..., :0]
+    factors, parts, turns = delta, tasks.count, tasks.tasks.view(1, 1, -1)[..., :0]
     if config.deterministic:
         indices = saved.indices.contiguous()
-        factors = fixed.units(arch, k, v, d_out, delta, indices, blocks, layout, config.scale)
+        factors, parts = fixed.units(
+            arch, k, v, d_out, delta, indices, blocks, layout, config.scale
+        )
         turns = torch.zeros((heads, rows, CONSUMERS * 4), dtype=torch.int32, device=q.device)
     tensors = Tensors(
         saved.lse.contiguous(), delta, tasks.tasks, tasks.count,
@@ -68,7 +70,7 @@ def backward(
     sums = dq.view(torch.int32) if config.deterministic else dq
     main = function(_build(arch, facts))
     main(q, k, v, d_out, Sums(sums, dk, dv), tensors, numbers, grid)
-    return fixed.real(arch, sums, factors) if config.deterministic else dq, dk, dv
+    return fixed.real(arch, sums, factors, parts) if config.deterministic else dq, dk, dv
 
 
 def builds(arch: str, dtype: str = "bfloat16", group: int = 16) -> tuple[Build, ...]:

@@ -20,7 +20,7 @@ from cutlass import Float32, Int32  # noqa: E402
 from cutlass.cute.nvgpu import cpasync  # noqa: E402
 from cutlass.cutlass_dsl import select_  # noqa: E402
 
-from openmsa.kernels.common.ptx import nearest_s32  # noqa: E402
+from openmsa.kernels.sm90.backward import fixed  # noqa: E402
 from openmsa.kernels.sm90.backward.config import HEAD_DIM, TILE_ROWS, Meta  # noqa: E402
 from openmsa.kernels.sm90.backward.context import Context, Maps  # noqa: E402
 
@@ -86,12 +86,20 @@ def send_rows(c: Context, maps: Maps, shared: Any, thread: Int32, rows: Rows) ->
 
 @cute.jit
 def _integers(c: Context, stage: Any, thread: Int32, dq: Any) -> Any:
-    """dQ in its rows' units, to the nearest."""
+    """dQ in its rows' units, to the nearest, plus `fixed.BIAS`.
+
+    A conversion is an instruction of the unit that exponentials need, too, at an eighth of the rate
+    of additions. So the value is added to a number so large that the sum's last bit is 2^8, and
+    what that leaves to one whose last bit is 1: the bits of both sums are the integer and a bias.
+    """
     found = cute.make_rmem_tensor(dq.layout, Int32)
     row = thread % 128 // 32 * WARP_ROWS + thread % 32 // 4
     factors = (c.floats[stage, 2, row], c.floats[stage, 2, row + 8])
     for i in cutlass.range_constexpr(cute.size(dq)):
-        found[i] = nearest_s32(dq[i] * factors[i // 2 % 2])
+        value = dq[i] * factors[i // 2 % 2]
+        high = value + Float32(fixed.HIGH)
+        low = value - (high - Float32(fixed.HIGH)) + Float32(fixed.LOW)
+        found[i] = (high.bitcast(Int32) << fixed.SHIFT) + low.bitcast(Int32)
     return found
 
 
