@@ -1,7 +1,7 @@
 # Two commands on a fresh Linux machine with python3, pip and make:
 #   make demo   sets up .venv and runs one packed training step on real document shapes
 #   make test   sets up .venv and runs lint, types and tests
-#   make sim           runs the simulator's slow corpus: the Blackwell kernels at length, and other people's
+#   make sim           runs the simulator's slow corpus: our kernels at length, and other people's
 #   make example       fine-tunes a tiny MiniMax-M3 of Transformers, twice, and compares the losses
 #   make integrations  tests the integrations with the oldest and the newest supported Transformers,
 #                      and with NeMo AutoModel
@@ -78,7 +78,7 @@ integrations-automodel:
 	  $$environment/bin/python -m pytest -q tests/integrations/test_automodel*.py
 
 sim: $(VENV)/.dev
-	PTXSIM_FULL=1 $(BIN)/python -m pytest -rs tests/ptxsim tests/sm100 tests/triton_stages/test_simulated.py
+	PTXSIM_FULL=1 $(BIN)/python -m pytest -rs tests/ptxsim tests/sm90 tests/sm100 tests/triton_stages/test_simulated.py
 
 test: lint types pytest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -118,8 +119,27 @@ def test_eight_heads_a_group_in_half_precision(simulated, verdicts, coherent):
     assert verdicts == [[[coherent, coherent]]]
 
 
+def test_32_heads_a_group_and_a_schedule_that_brings_its_slots(simulated, verdicts, monkeypatch):
+    """Slots, as Triton's key schedule brings them; nobody else looks for them."""
+    from openmsa.kernels.sm90.forward import launch
+
+    found = scattered(9, group=32, kv_heads=2)
+    schedule = key_schedule(found.indices, found.docs.layout, BLOCK)
+    slots = torch.full_like(schedule.queries, 255, dtype=torch.uint8)
+    for head, ends in enumerate(schedule.row_ptr.tolist()):
+        for row, (first, end) in enumerate(pairwise(ends)):
+            chosen = found.indices[head, schedule.queries[head, first:end]]
+            slots[head, first:end] = (chosen == row).byte().argmax(1)
+    monkeypatch.delattr(launch, "_slots")
+    simulated.options = {"seed": 6}
+    check(found, forward(found, slots=slots))
+    found = with_indices(found, found.indices[:, :1].expand(-1, 9, -1).contiguous())
+    monkeypatch.undo()
+    check(found, forward(found))
+
+
 def test_no_race_whatever_the_schedule(simulated, verdicts):
-    """Both ways, one after the other; slots are those that a key schedule may bring."""
+    """Both ways, one after the other."""
     found = scattered(5)
     simulated.options = {"seed": 5, "races": True}
     check(found, forward(found))
