@@ -1,8 +1,9 @@
 """One warp takes tasks and asks the copy engine for tiles: K and V of a task, q and dO of a tile.
 
 A tile's rows are gathered, one box per query of ``group`` heads and 64 channels; a row without a
-query has the index -1, which lies outside the tensor and so is filled with zeros, and sees no key. What a tile needs besides (lse, delta, visible keys) the warp reads one tile
-ahead, and takes the next task while it works on this one.
+query has the index -1, which lies outside the tensor and so is filled with zeros, and sees no key.
+What a tile needs besides (lse, delta, visible keys) the warp reads one tile ahead, and takes the
+next task while it works on this one.
 """
 
 from __future__ import annotations
