@@ -174,8 +174,7 @@ def access(
     """Check and remember an access by a warp or an operation; `repeats` says of each word whether
     a store leaves it as it is."""
     vector, agent = actor.vector, actor.agent
-    half = len(vector) // 2
-    own = agent if agent >= half else agent + half  # the engine of the same warp keeps its order
+    own = agent  # operations of a warp keep their order; the warp itself has to wait for them
     line = actor.line if hasattr(actor, "line") else line_of(actor)
 
     def replicas() -> Any:

@@ -245,6 +245,28 @@ def test_two_instructions_that_store_the_same_are_a_race() -> None:
             run(body, block=64, seed=seed, races=True)
 
 
+def test_race_of_a_warp_with_a_copy_of_its_own() -> None:
+    """What a bulk store still reads is written over, by the warp that asked for it."""
+    body = """
+    mov.u32 %a, buf; mad.lo.u32 %v, %t, 4, %a;
+    st.shared.u32 [%v], %t;
+    fence.proxy.async.shared::cta; bar.warp.sync -1;
+    @%p cp.async.bulk.global.shared::cta.bulk_group [%x], [%a], 128;
+    cp.async.bulk.commit_group;
+    {wait}
+    mov.u32 %w, 0;
+    again: add.u32 %w, %w, 1; setp.lt.u32 %q, %w, 50; @%q bra again;
+    st.shared.u32 [%v], 99;
+    cp.async.bulk.wait_group 0;
+    """
+    for seed in range(8):
+        # The first where the copy happens to be done by then, the second where it is not.
+        with pytest.raises((ptxsim.DataRace, ptxsim.AsyncHazard)):
+            run(body.format(wait=""), seed=seed, races=True)
+        x = run(body.format(wait="cp.async.bulk.wait_group.read 0;"), seed=seed, races=True)
+        assert np.array_equal(x[:32], np.arange(32))
+
+
 def test_atomics_and_flags_are_no_races() -> None:
     body = """
     mov.u32 %a, buf;
