@@ -51,12 +51,13 @@ def test_packed_ragged_and_one_token_documents(simulated):
 
 
 def test_sums_in_order_are_equal_to_the_bit_under_four_schedules(simulated):
-    """Three windows, key blocks that several thread blocks add to, a document within a block."""
-    found = problem([14, 9], keys=[140, 9], topk=2)
+    """Ten windows, hence tasks of a key block: of two numbers any order gives the same sum. Two
+    processes, as one runs thread blocks one after the other, and the first takes all tasks."""
+    found = problem([40, 9], keys=[170, 9], topk=2)
     results = []
     for seed in range(4):
-        simulated.options = {"seed": seed}
-        results.append(gradients(found, deterministic=True, window=8))
+        simulated.options = {"seed": seed, "processes": 2}
+        results.append(gradients(found, deterministic=True, window=4))
     check(found, results[0])
     for other in results[1:]:
         for first, again in zip(results[0].sums, other.sums, strict=True):
