@@ -13,7 +13,8 @@ import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 from cutlass import Float32, Int32  # noqa: E402
 
-from openmsa.kernels.sm100.backward.config import STAGES, Barrier, Config, Meta  # noqa: E402
+from openmsa.kernels.common.tiles import Barriers  # noqa: E402
+from openmsa.kernels.sm100.backward.config import STAGES, Config, Meta  # noqa: E402
 
 __all__ = ["Context", "Maps", "Numbers", "Operands", "Tensors"]
 
@@ -93,7 +94,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Context:
+class Context(Barriers):
     """One thread block's share of the work, as its roles see it.
 
     Frozen, and never stored through: the DSL carries what a loop calls methods on, or stores to,
@@ -118,17 +119,6 @@ class Context:
     tensor_memory: cute.Pointer
     begin: Int32
     end: Int32
-
-    def barrier(self, which: Barrier, stage: Any = 0) -> Any:
-        return self.barriers + (int(which) + stage)
-
-    def wait(self, which: Barrier, turn: Any, stage: Any = 0) -> None:
-        """Until the phase of ``turn`` (0, 1, ...) has completed."""
-        cute.arch.mbarrier_wait(self.barrier(which, stage), turn & 1)
-
-    def wait_free(self, which: Barrier, turn: Any, stage: Any = 0) -> None:
-        """Until the phase before that of ``turn`` has completed; the first turn waits for none."""
-        cute.arch.mbarrier_wait(self.barrier(which, stage), (turn & 1) ^ 1)
 
     def stage(self, tile: Any) -> tuple[Any, Any]:
         """Buffer of the CTA's tile ``tile``, and how often it was used before."""

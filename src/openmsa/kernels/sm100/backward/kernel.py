@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, Int64  # noqa: E402
 from cutlass.cute.nvgpu import cpasync, tcgen05  # noqa: E402
 
 from openmsa.contract.tasks import TILE_ROWS  # noqa: E402
+from openmsa.kernels.common.tiles import CHANNELS, block_layout, rows_layout, view  # noqa: E402
 from openmsa.kernels.sm100.backward import compute, forms, load, mma, reduce, scalars  # noqa: E402
 from openmsa.kernels.sm100.backward.config import (  # noqa: E402
     BLOCK,
@@ -35,7 +36,7 @@ from openmsa.kernels.sm100.backward.context import (  # noqa: E402
     Operands,
     Tensors,
 )
-from openmsa.kernels.sm100.backward.load import CHANNELS, HALVES  # noqa: E402
+from openmsa.kernels.sm100.backward.load import HALVES  # noqa: E402
 from openmsa.kernels.sm100.backward.walk import interval, launch_rows  # noqa: E402
 
 __all__ = ["Backward"]
@@ -63,8 +64,8 @@ class Backward:
         maps = Maps(
             *self._map(q, (2, 1, 0), self._rows_layout()),
             *self._map(d_out, (2, 1, 0), self._rows_layout()),
-            *self._map(k, (2, 0, 1), self._block_layout()),
-            *self._map(v, (2, 0, 1), self._block_layout()),
+            *self._map(k, (2, 0, 1), block_layout(BLOCK, HALVES)),
+            *self._map(v, (2, 0, 1), block_layout(BLOCK, HALVES)),
         )
         self.kernel(maps, tensors, numbers).launch(
             grid=(numbers.grid, 1, 1),
@@ -84,21 +85,7 @@ class Backward:
         return info[0], info[1]
 
     def _rows_layout(self) -> Any:
-        """``[channel, head, 1, slot, half, stage]`` of a gathered tile."""
-        group, queries = self.config.group, self.config.queries
-        half = TILE_ROWS * CHANNELS
-        outer = cute.make_layout(
-            (CHANNELS, group, 1, queries, HALVES, STAGES),
-            stride=(1, CHANNELS, 0, group * CHANNELS, half, HALVES * half),
-        )
-        return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, outer)
-
-    def _block_layout(self) -> Any:
-        """``[channel, key, 1, half]`` of a key block."""
-        outer = cute.make_layout(
-            (CHANNELS, BLOCK, 1, HALVES), stride=(1, CHANNELS, 0, BLOCK * CHANNELS)
-        )
-        return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, outer)
+        return rows_layout(TILE_ROWS, self.config.group, HALVES, STAGES)
 
     @cute.kernel
     def kernel(self, maps: Maps, tensors: Tensors, numbers: Numbers) -> None:
@@ -157,7 +144,7 @@ class Backward:
                 cute.make_swizzle(3, 4, 3), 0,
                 cute.make_layout((CHANNELS, BLOCK, HALVES), stride=(1, CHANNELS, BLOCK * CHANNELS)),
             )  # fmt: skip
-            compute.run(c, _view(ds, layout))
+            compute.run(c, view(ds, layout))
         elif warp < Warps.MMA:
             cute.arch.setmaxregister_increase(REGISTERS["reduce"])
             reduce.run(c)
@@ -166,10 +153,8 @@ class Backward:
             if warp == Warps.MMA:
                 mma.run(c, self._operands(k, v, q, d_out, ds))
             elif warp == Warps.LOAD:
-                rows, block = self._rows_layout(), self._block_layout()
-                load.run(
-                    c, maps, _view(q, rows), _view(d_out, rows), _view(k, block), _view(v, block)
-                )
+                rows, block = self._rows_layout(), block_layout(BLOCK, HALVES)
+                load.run(c, maps, view(q, rows), view(d_out, rows), view(k, block), view(v, block))
             elif warp == Warps.SCALARS:
                 scalars.run(c)
 
@@ -178,11 +163,11 @@ class Backward:
 
         def a(form: Any, tile: Any) -> Any:
             layout = sm100_utils.make_smem_layout_a(form, _TILE, self.dtype, 1)
-            return form.make_fragment_A(_view(tile, layout))
+            return form.make_fragment_A(view(tile, layout))
 
         def b(form: Any, tile: Any, stages: int) -> Any:
             layout = sm100_utils.make_smem_layout_b(form, _TILE, self.dtype, stages)
-            return form.make_fragment_B(_view(tile, layout))
+            return form.make_fragment_B(view(tile, layout))
 
         half = (TILE_ROWS, BLOCK, TILE_ROWS // 2)
         return Operands(
@@ -196,10 +181,3 @@ class Backward:
             d_out_columns=b(sums, d_out, STAGES),
             ds=b(parts, ds, 1),
         )
-
-
-def _view(pointer: Any, layout: Any) -> cute.Tensor:
-    """A tile of shared memory under a swizzled layout."""
-    return cute.make_tensor(
-        cute.recast_ptr(pointer, layout.inner, dtype=pointer.dtype), layout.outer
-    )

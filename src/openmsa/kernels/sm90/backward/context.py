@@ -12,7 +12,8 @@ from typing import Any, NamedTuple  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 from cutlass import Float32  # noqa: E402
 
-from openmsa.kernels.sm90.backward.config import STAGES, Barrier, Config, Meta  # noqa: E402
+from openmsa.kernels.common.tiles import Barriers  # noqa: E402
+from openmsa.kernels.sm90.backward.config import STAGES, Config, Meta  # noqa: E402
 
 __all__ = ["Context", "Maps", "Numbers", "Sums", "Tensors", "Tiles"]
 
@@ -97,7 +98,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Context:
+class Context(Barriers):
     """One thread block's memory, as its roles see it.
 
     Frozen, and never stored through: the DSL carries what a loop calls methods on, or stores to,
@@ -117,17 +118,6 @@ class Context:
     barriers: cute.Pointer
     floats: cute.Tensor
     ints: cute.Tensor
-
-    def barrier(self, which: Barrier, stage: Any = 0) -> Any:
-        return self.barriers + (int(which) + stage)
-
-    def wait(self, which: Barrier, turn: Any, stage: Any = 0) -> None:
-        """Until the phase of ``turn`` (0, 1, ...) has completed."""
-        cute.arch.mbarrier_wait(self.barrier(which, stage), turn & 1)
-
-    def wait_free(self, which: Barrier, turn: Any, stage: Any = 0) -> None:
-        """Until the phase before that of ``turn`` has completed; the first turn waits for none."""
-        cute.arch.mbarrier_wait(self.barrier(which, stage), (turn & 1) ^ 1)
 
     def stage(self, tile: Any) -> tuple[Any, Any]:
         """Buffer of the thread block's tile ``tile``, and how often it was used before."""

@@ -19,11 +19,12 @@ from cutlass import Float32  # noqa: E402
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup  # noqa: E402
 from cutlass.utils import LayoutEnum  # noqa: E402
 
+from openmsa.kernels.common.tiles import view  # noqa: E402
 from openmsa.kernels.sm90.backward.config import BLOCK, BUFFERS, HEAD_DIM, STAGES, TILE_ROWS  # noqa: E402
 
 __all__ = [
     "block", "block_columns", "columns", "ds_columns", "multiply", "parts", "rows", "scores",
-    "sums", "view",
+    "sums",
 ]  # fmt: skip
 
 _ROW, _COLUMN = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
@@ -86,13 +87,6 @@ def ds_columns(dtype: Any, pointer: Any) -> cute.Tensor:
     """``[row, key, buffer]`` of dS, rows contiguous."""
     shape = (TILE_ROWS, HEAD_DIM, BLOCK)
     return view(pointer, hopper.make_smem_layout_a(_COLUMN, shape, dtype, BUFFERS))
-
-
-def view(pointer: Any, layout: Any) -> cute.Tensor:
-    """A tile of shared memory under a swizzled layout."""
-    return cute.make_tensor(
-        cute.recast_ptr(pointer, layout.inner, dtype=pointer.dtype), layout.outer
-    )
 
 
 @cute.jit

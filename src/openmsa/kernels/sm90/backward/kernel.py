@@ -14,7 +14,8 @@ import cutlass.utils as utils  # noqa: E402
 from cutlass import Float32, Int32, Int64  # noqa: E402
 from cutlass.cute.nvgpu import cpasync  # noqa: E402
 
-from openmsa.kernels.sm90.backward import compute, forms, load  # noqa: E402
+from openmsa.kernels.common.tiles import CHANNELS, block_layout, rows_layout, view  # noqa: E402
+from openmsa.kernels.sm90.backward import compute, load  # noqa: E402
 from openmsa.kernels.sm90.backward.config import (  # noqa: E402
     BLOCK,
     BUFFERS,
@@ -35,7 +36,7 @@ from openmsa.kernels.sm90.backward.context import (  # noqa: E402
     Tensors,
     Tiles,
 )
-from openmsa.kernels.sm90.backward.load import CHANNELS, HALVES  # noqa: E402
+from openmsa.kernels.sm90.backward.load import HALVES  # noqa: E402
 from openmsa.kernels.sm90.backward.store import BOX, WARP_ROWS  # noqa: E402
 
 __all__ = ["Backward"]
@@ -129,29 +130,15 @@ class Backward:
         if warp >= _PRODUCER:
             cute.arch.setmaxregister_decrease(REGISTERS["producer"])
             if warp == _PRODUCER:
-                rows_layout, block = self._rows_layout(), self._block_layout()
+                rows_layout, block = self._rows_layout(), block_layout(BLOCK, HALVES)
                 load.run(
-                    c, maps, forms.view(tiles.q, rows_layout),
-                    forms.view(tiles.d_out, rows_layout), forms.view(tiles.k, block),
-                    forms.view(tiles.v, block),
+                    c, maps, view(tiles.q, rows_layout),
+                    view(tiles.d_out, rows_layout), view(tiles.k, block),
+                    view(tiles.v, block),
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(REGISTERS["consumers"])
             compute.run(c, maps, tiles)
 
     def _rows_layout(self) -> Any:
-        """``[channel, head, 1, slot, half, stage]`` of a gathered tile."""
-        group, queries = self.config.group, self.config.queries
-        half = TILE_ROWS * CHANNELS
-        outer = cute.make_layout(
-            (CHANNELS, group, 1, queries, HALVES, STAGES),
-            stride=(1, CHANNELS, 0, group * CHANNELS, half, HALVES * half),
-        )
-        return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, outer)
-
-    def _block_layout(self) -> Any:
-        """``[channel, key, 1, half]`` of a key block."""
-        outer = cute.make_layout(
-            (CHANNELS, BLOCK, 1, HALVES), stride=(1, CHANNELS, 0, BLOCK * CHANNELS)
-        )
-        return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, outer)
+        return rows_layout(TILE_ROWS, self.config.group, HALVES, STAGES)

@@ -18,8 +18,13 @@ from typing import Any  # noqa: E402
 import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 from cutlass import Float32, Int32  # noqa: E402
-from cutlass.cute.nvgpu import cpasync  # noqa: E402
 
+from openmsa.kernels.common.tiles import (  # noqa: E402
+    CHANNELS,
+    clear_rows,
+    load_block,
+    partition,
+)
 from openmsa.kernels.sm90.backward.config import (  # noqa: E402
     BLOCK,
     HEAD_DIM,
@@ -29,16 +34,11 @@ from openmsa.kernels.sm90.backward.config import (  # noqa: E402
 )
 from openmsa.kernels.sm90.backward.context import Context, Maps  # noqa: E402
 
-__all__ = ["CHANNELS", "HALVES", "run"]
-
-CHANNELS = 64
-"""Channels of a box: 128 bytes, the span of a swizzle."""
+__all__ = ["HALVES", "run"]
 
 HALVES = HEAD_DIM // CHANNELS
 _LANES = 32
 _ROWS_BYTES = TILE_ROWS * HEAD_DIM * 2
-_BLOCK_BYTES = BLOCK * HEAD_DIM * 2
-_ROW_WORDS = CHANNELS * 2 // 4
 _LOG2E = math.log2(math.e)
 _INFINITE = float("inf")
 
@@ -48,8 +48,8 @@ def run(c: Context, maps: Maps, rows: Any, d_rows: Any, k: Any, v: Any) -> None:
     """Fill the tiles. ``rows`` and ``d_rows`` are ``[channel, head, 1, slot, half, stage]`` of
     shared memory, ``k`` and ``v`` ``[channel, key, 1, half]``."""
     box = (CHANNELS, c.config.group, 1)
-    q_to, q_from = _partition(maps.q, rows, maps.q_at, box)
-    g_to, g_from = _partition(maps.d_out, d_rows, maps.d_out_at, box)
+    q_to, q_from = partition(maps.q, rows, maps.q_at, box)
+    g_to, g_from = partition(maps.d_out, d_rows, maps.d_out_at, box)
     count = c.tensors.count[0]
     task, coming = _ticket(c), _ticket(c)
     tile, turn, landed = Int32(0), Int32(0), Int32(0)
@@ -73,14 +73,15 @@ def run(c: Context, maps: Maps, rows: Any, d_rows: Any, k: Any, v: Any) -> None:
             if at == 0:
                 c.wait_free(Barrier.KV_EMPTY, turn)
                 turn += 1
-                _block(c, maps.v, maps.v_at, v, Barrier.V_FULL, start, head)
+                load_block(maps.v, maps.v_at, v, c.barrier(Barrier.V_FULL), start, head)
                 if keys == BLOCK:
-                    _block(c, maps.k, maps.k_at, k, Barrier.K_FULL, start, head)
+                    load_block(maps.k, maps.k_at, k, c.barrier(Barrier.K_FULL), start, head)
                 else:
-                    _block(c, maps.k, maps.k_at, k, Barrier.K_LANDED, start, head)
+                    load_block(maps.k, maps.k_at, k, c.barrier(Barrier.K_LANDED), start, head)
                     c.wait(Barrier.K_LANDED, landed)
                     landed += 1
-                    _clear(c, k, keys)
+                    # They hold other keys, or nothing: whatever it is must add zero to dQ.
+                    clear_rows(k, keys, c.barrier(Barrier.K_FULL))
             c.wait_free(Barrier.DO_EMPTY, used, stage)
             _rows(c, maps.d_out, g_from, g_to, Barrier.DO_FULL, query, within, head, stage)
             tile += 1
@@ -178,14 +179,6 @@ def _write_meta(c: Context, stage: Any, task: Any, visible: Int32, within: Int32
 
 
 @cute.jit
-def _partition(atom: Any, shared: Any, at: Any, box: Any) -> Any:
-    tiles = cute.local_tile(at, box, (None, None, None))
-    return cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 3), cute.group_modes(tiles, 0, 3)
-    )
-
-
-@cute.jit
 def _rows(
     c: Context, atom: Any, source: Any, target: Any, full: Any, query: Int32, within: Int32,
     head: Int32, stage: Any,
@@ -200,34 +193,3 @@ def _rows(
                 atom, source[None, half, head, of], target[None, slot, half, stage],
                 tma_bar_ptr=barrier,
             )  # fmt: skip
-
-
-@cute.jit
-def _block(
-    c: Context, atom: Any, at: Any, shared: Any, full: Any, start: Int32, head: Int32
-) -> None:
-    barrier = c.barrier(full)
-    moved = cute.domain_offset((0, start, 0), at)
-    target, source = _partition(atom, shared, moved, (CHANNELS, BLOCK, 1))
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, _BLOCK_BYTES)
-    for half in cutlass.range_constexpr(HALVES):
-        cute.copy(atom, source[None, half, 0, head], target[None, half], tma_bar_ptr=barrier)
-
-
-@cute.jit
-def _clear(c: Context, k: Any, keys: Int32) -> None:
-    """Zero the rows past a short block: they hold other keys, or nothing, and whatever these are,
-    times a zero of dS, must add zero to dQ. A row is 128 bytes, within which swizzling permutes."""
-    words = cute.make_tensor(
-        cute.make_ptr(Int32, k.iterator.toint(), cute.AddressSpace.smem, assumed_align=128),
-        cute.make_layout((HALVES, BLOCK, _ROW_WORDS), stride=(BLOCK * _ROW_WORDS, _ROW_WORDS, 1)),
-    )
-    lane = cute.arch.lane_idx()
-    for key in cutlass.range(keys, BLOCK, unroll=1):
-        for half in cutlass.range_constexpr(HALVES):
-            words[half, key, lane] = 0
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(c.barrier(Barrier.K_FULL))

@@ -47,8 +47,8 @@ CONSUMERS = 2
 STAGES = 6
 """Key-major tiles in flight, those that consumers hold included."""
 
-REGISTERS = {2: (232, 40), 3: (152, 56)}
-"""Consumers -> registers of a consumer's thread and of a loader's."""
+REGISTERS = (232, 40)
+"""Of a consumer's thread, and of a loader's."""
 
 UNION_CONSUMERS = 2
 UNION_ROWS = UNION_CONSUMERS * ROWS
@@ -162,7 +162,7 @@ class Config:
     def check(self) -> None:
         """Raise ValueError where a thread block would take more than an SM has."""
         for consumers in (CONSUMERS, UNION_CONSUMERS):
-            most, least = REGISTERS[consumers]
+            most, least = REGISTERS
             check_registers({"attend": (consumers * WARPS, most), "load": (WARPS, least)})
         check_shared(self.shared_bytes)
         check_shared(self.union_bytes)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 from cutlass import Float32, Int32  # noqa: E402
 
+from openmsa.kernels.common.tiles import Barriers  # noqa: E402
 from openmsa.kernels.sm90.forward.config import Config  # noqa: E402
 
 __all__ = ["Context", "KeyTensors", "Maps", "Numbers", "UnionTensors"]
@@ -97,7 +98,7 @@ class Maps:
 
 
 @dataclass(frozen=True)
-class Context:
+class Context(Barriers):
     """One thread block, as its roles see it. Frozen, and never stored through: the DSL carries what
     a loop stores to from turn to turn, and this holds what it cannot carry.
 
@@ -117,17 +118,6 @@ class Context:
     k: cute.Pointer
     v: cute.Pointer
     words: cute.Tensor
-
-    def barrier(self, which: Any, stage: Any = 0) -> Any:
-        return self.barriers + (int(which) + stage)
-
-    def wait(self, which: Any, turn: Any, stage: Any = 0) -> None:
-        """Until the phase of ``turn`` (0, 1, ...) has completed."""
-        cute.arch.mbarrier_wait(self.barrier(which, stage), turn & 1)
-
-    def wait_free(self, which: Any, turn: Any, stage: Any = 0) -> None:
-        """Until the phase before that of ``turn`` has completed; the first turn waits for none."""
-        cute.arch.mbarrier_wait(self.barrier(which, stage), (turn & 1) ^ 1)
 
     def arrive(self, which: Any, stage: Any = 0, count: Any = 1) -> None:
         """``count`` arrivals of this thread."""

@@ -67,7 +67,7 @@ class KeyMajorForward:
             (STAGES, self.config.words),
         )  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        most, least = REGISTERS[CONSUMERS]
+        most, least = REGISTERS
         if warp < WARPS * CONSUMERS:
             cute.arch.setmaxregister_increase(most)
             key_attend.run(c, warp // WARPS)
