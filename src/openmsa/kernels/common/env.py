@@ -6,8 +6,7 @@
     executed: a folder that somebody else owns or may write to is refused.
 
 ``OPENMSA_WORKERS``
-    Processes that may compile kernels beside this one in a first training step, 0 for none. By
-    default 2, or none where this process may use fewer than 4 processors.
+    Processes that may compile kernels beside this one in a first training step; by default none.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ __all__ = ["CACHE", "WORKERS", "cache_folder", "workers"]
 
 CACHE = "OPENMSA_CACHE"
 WORKERS = "OPENMSA_WORKERS"
-_USUAL_WORKERS = 2
-_PROCESSORS = 4
 
 
 def cache_folder() -> Path | None:
@@ -47,10 +44,7 @@ def workers() -> int:
     Raises:
         InvalidInput: the variable is set, and is no number from 0 on.
     """
-    named = os.environ.get(WORKERS, "")
-    if named:
-        if not named.isdecimal():
-            invalid_input(WORKERS, "a number from 0 on", repr(named))
-        return int(named)
-    have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return _USUAL_WORKERS if have >= _PROCESSORS else 0
+    named = os.environ.get(WORKERS) or "0"
+    if not named.isdecimal():
+        invalid_input(WORKERS, "a number from 0 on", repr(named))
+    return int(named)

@@ -1,8 +1,9 @@
 """Processes that compile what this one is about to need.
 
 A first training step needs a dozen kernels and the DSL compiles one at a time, most of it in
-Python. So the first launch asks for the large ones of the whole step: other processes compile them
-into the cache on disk, and whoever needs one waits for its process. A worker that fails costs
+Python. So, where :data:`openmsa.kernels.common.env.WORKERS` allows, the first launch asks for the
+large ones of the whole step: other processes compile them into the cache on disk, and whoever needs
+one waits for its process. A worker that fails costs
 nothing but its time, as what is not on disk then is compiled here.
 
 ``python -m openmsa.kernels.common.workers MODULE ARCH DTYPE GROUP NAME...`` is a worker: it
@@ -53,8 +54,8 @@ class Request:
 
 
 def start(requests: tuple[Request, ...], key_of: Callable[[Build], str | None]) -> None:
-    """A worker for each request with a build that is not on disk, as far as processors and
-    :data:`openmsa.kernels.common.env.WORKERS` allow; none without a disk. ``key_of`` names the
+    """A worker for each request with a build that is not on disk, as far as
+    :data:`openmsa.kernels.common.env.WORKERS` allows; none without a disk. ``key_of`` names the
     entry of a build."""
     left = env.workers()
     for request in requests:

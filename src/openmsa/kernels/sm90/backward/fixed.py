@@ -9,10 +9,10 @@ from a bound on every sum of parts::
 
 by dP_j = V_j . dO, Cauchy-Schwarz and sum_j P_j <= 1; j runs over the keys of the blocks that the
 query chose. With the bound below 2^e the unit is 2^(e - 29): a factor of four is left for rounded P
-and dS. A part is then off by at most half a unit, some 2^-30 of the bound. The bound itself is
-about a thousand times a usual element (random inputs; docs/hardware/sm90.md), which leaves errors
-far below those of P and dS, which are rounded to 16 bits. Where a row's squares leave the range of
-fp32, its length is bounded by its largest element.
+and dS. A part is then off by at most half a unit, 2^-29 of the bound. The bound is far above a
+usual element, as dP_j is seldom near |dO| |V_j| and the terms differ in sign; the errors of P and
+dS, which are rounded to 16 bits, are larger still. Where a row's squares leave the range of fp32,
+its length is bounded by its largest element.
 
 Every part carries the same bias, an integer that the way of rounding leaves (`store`), so that the
 number of a query's parts times the bias is taken off in the end; all of it modulo 2^32.

@@ -40,7 +40,6 @@ HALVES = HEAD_DIM // CHANNELS
 _LANES = 32
 _ROWS_BYTES = TILE_ROWS * HEAD_DIM * 2
 _LOG2E = math.log2(math.e)
-_INFINITE = float("inf")
 
 
 @cute.jit
@@ -135,7 +134,6 @@ def _scalars(c: Context, query: Int32, head: Int32, within: Any) -> Any:
         at = i * _LANES + cute.arch.lane_idx()
         of = cute.arch.shuffle_sync(query, within + at // group)
         q_head = head * group + at % group
-        found[i, 0] = Float32(_INFINITE)
         if of >= 0:
             found[i, 0], found[i, 1] = c.tensors.lse[of, q_head], c.tensors.delta[of, q_head]
             if cutlass.const_expr(c.config.deterministic):
