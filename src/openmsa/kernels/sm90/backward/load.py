@@ -3,7 +3,8 @@
 A tile's rows are gathered, one box per query of ``group`` heads and 64 channels; a row without a
 query has the index -1, which lies outside the tensor and so is filled with zeros, and sees no key.
 What a tile needs besides (lse, delta, visible keys) the warp reads one tile ahead, and takes the
-next task while it works on this one.
+next task while it works on this one; but where tasks of a key block wait for each other, only when
+it needs one. A task that were taken early would begin late, and what waits for it has begun.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def run(c: Context, maps: Maps, rows: Any, d_rows: Any, k: Any, v: Any) -> None:
     q_to, q_from = partition(maps.q, rows, maps.q_at, box)
     g_to, g_from = partition(maps.d_out, d_rows, maps.d_out_at, box)
     count = c.tensors.count[0]
-    task, coming = _ticket(c), _ticket(c)
+    task, coming = _ticket(c), Int32(0)
+    if cutlass.const_expr(not c.config.deterministic):
+        coming = _ticket(c)
     tile, turn, landed = Int32(0), Int32(0), Int32(0)
     while task < count:
         head, row, edge, size = (c.tensors.tasks[task, i] for i in range(4))
@@ -89,7 +92,10 @@ def run(c: Context, maps: Maps, rows: Any, d_rows: Any, k: Any, v: Any) -> None:
                 if ahead % _LANES == 0:
                     query, visible = _edges(c, head, edge + ahead, size - ahead, lane, first, keys)
                 terms = _scalars(c, query, head, ahead % _LANES)
-        task, coming = coming, _ticket(c)
+        if cutlass.const_expr(c.config.deterministic):
+            task = _ticket(c)
+        else:
+            task, coming = coming, _ticket(c)
     stage, used = c.stage(tile)
     c.wait_free(Barrier.Q_EMPTY, used, stage)
     ints = c.ints
