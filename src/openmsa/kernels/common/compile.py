@@ -87,13 +87,11 @@ def compiled(build: Build) -> Callable[..., Any]:
             done: Callable[..., Any] = _compile(build)
             return done
         entry = _kept(folder, key)
-        if entry is not None:
-            return _load(key, entry)
-        done, mine = _export(build, key)
-        if _key(build) != key:  # the sources have changed: what was compiled has no name
-            return done
-        entry = folder.put(key, mine)
-        return done if entry is mine else _load(key, entry)
+        if entry is None:
+            entry = _export(build, key)
+            if _key(build) == key:  # else the sources have changed: what was compiled has no name
+                entry = folder.put(key, entry)
+        return _load(key, entry)
 
 
 def prefetch(*requests: workers.Request) -> None:
@@ -111,7 +109,7 @@ def ahead(build: Build) -> tuple[cache.Entry, bool]:
         entry = None if folder is None or key is None else _kept(folder, key)
         if entry is not None:
             return entry, True
-        entry = _export(build, key or "0" * 64)[1]
+        entry = _export(build, key or "0" * 64)
         if folder is not None and key is not None and _key(build) == key:
             entry = folder.put(key, entry)
     return entry, False
@@ -125,18 +123,23 @@ def _kept(folder: cache.Folder, key: str) -> cache.Entry | None:
     return entry
 
 
-def _compile(build: Build, options: str = "") -> Any:
+def _compile(build: Build, options: str = "", **how: Any) -> Any:
     kernel, arguments = build.make()
     options = f"--enable-tvm-ffi --gpu-arch {build.arch} {options}".strip()
-    return cute.compile(kernel, *arguments, stream(), options=options)
+    return cute.compile(kernel, *arguments, stream(), options=options, **how)
 
 
-def _export(build: Build, key: str) -> tuple[Any, cache.Entry]:
-    """``build``, compiled, and everything that an entry keeps of it."""
+def _export(build: Build, key: str) -> cache.Entry:
+    """What an entry keeps of ``build``, compiled now. Nothing is made to be called from where it
+    is, which would generate the host's code a second time, a quarter of the whole."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="openmsa-") as scratch:
         # Without a folder of its own the DSL leaves PTX and cubin in the working directory.
-        done = _compile(build, f"--keep-ptx --keep-cubin --dump-dir {shlex.quote(scratch)}")
+        done = _compile(
+            build,
+            f"--keep-ptx --keep-cubin --dump-dir {shlex.quote(scratch)}",
+            no_jit_engine=True,
+        )
         target = Path(scratch) / "kernel.o"
         done.export_to_c(str(target), function_name=_symbol(key))
         contents = (target.read_bytes(), done.__ptx__.encode(), done.__cubin__)
@@ -148,7 +151,7 @@ def _export(build: Build, key: str) -> tuple[Any, cache.Entry]:
         "seconds": round(time.perf_counter() - start, 3),
         "entries": [used.as_json() for used in resources(done.__cubin__)],
     }
-    return done, cache.Entry(dict(zip(cache.FILES, contents, strict=True)), about)
+    return cache.Entry(dict(zip(cache.FILES, contents, strict=True)), about)
 
 
 def _load(key: str, entry: cache.Entry) -> Callable[..., Any]:

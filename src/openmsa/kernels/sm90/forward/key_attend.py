@@ -17,6 +17,7 @@ import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 from cutlass import Float32, Int32, Int64  # noqa: E402
 from cutlass.cute.nvgpu import warpgroup  # noqa: E402
+from cutlass.cutlass_dsl import select_  # noqa: E402
 
 from openmsa.kernels.common.ptx import bulk_store  # noqa: E402
 from openmsa.kernels.sm90.forward import forms, softmax  # noqa: E402
@@ -176,11 +177,12 @@ def _add_unfit(c: Context, o: Any, stage: Int32) -> None:
     first, column = softmax.lane_rows()
     words = c.words
     head, start = words[stage, int(Meta.HEAD)], words[stage, int(Meta.START)]
+    visible = [_visible(c, stage, first + 8 * row) for row in range(2)]
     for key in cutlass.range(words[stage, int(Meta.KEYS)], unroll=1):
         values = c.tensors.v[start + key, head, None]
         for i in cutlass.range_constexpr(BLOCK // 4):
             value = values[column + (8 * (i // 2) + i % 2)].to(Float32)
-            if not (value < _INFINITY and value > -_INFINITY):
-                for row in cutlass.range_constexpr(2):
-                    if key < _visible(c, stage, first + 8 * row):
-                        o[softmax.at(row, i)] = o[softmax.at(row, i)] + value
+            finite = (value < _INFINITY) & (value > -_INFINITY)
+            for row in cutlass.range_constexpr(2):
+                at = softmax.at(row, i)
+                o[at] = select_(finite | (key >= visible[row]), o[at], o[at] + value)

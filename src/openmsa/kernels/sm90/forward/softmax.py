@@ -15,6 +15,7 @@ from typing import Any  # noqa: E402
 import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 from cutlass import Float32, Int32  # noqa: E402
+from cutlass.cutlass_dsl import select_  # noqa: E402
 
 from openmsa.kernels.common.ptx import store_matrices  # noqa: E402
 from openmsa.kernels.sm90.forward.config import BLOCK, CHANNELS, ROWS  # noqa: E402
@@ -42,7 +43,7 @@ def hide(s: Any, row: Any, column: Int32, visible: Int32) -> None:
     """Set the scores of keys from ``visible`` on to -inf."""
     for i in cutlass.range_constexpr(2 * _GROUPS):
         key = column + (8 * (i // 2) + i % 2)
-        s[at(row, i)] = s[at(row, i)] if key < visible else Float32(-_INFINITY)
+        s[at(row, i)] = select_(key < visible, s[at(row, i)], Float32(-_INFINITY))
 
 
 @cute.jit
