@@ -78,7 +78,8 @@ integrations-automodel:
 	  $$environment/bin/python -m pytest -q tests/integrations/test_automodel*.py
 
 sim: $(VENV)/.dev
-	PTXSIM_FULL=1 $(BIN)/python -m pytest -rs tests/ptxsim tests/sm90 tests/sm100 tests/triton_stages/test_simulated.py
+	PTXSIM_FULL=1 $(BIN)/python -m pytest -rs tests/ptxsim tests/sm90 tests/sm100 tests/triton_stages/test_simulated.py \
+	  tests/triton_stages/test_ahead.py
 
 test: lint types pytest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,19 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(GPU), *argv], capture_output=True, text=True, check=False, cwd=ROOT
     )
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """gpu.py with arguments in this process, which has paid for its imports."""
+
+    def run_here(*argv: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", [str(GPU), *argv])
+        with pytest.raises(SystemExit) as exit:
+            runpy.run_path(str(GPU), run_name="__main__")
+        return exit.value.code, *capsys.readouterr()
+
+    return run_here
 
 
 def test_help():
@@ -36,18 +50,18 @@ def test_the_other_scripts_start(name):
     assert "usage" in done.stdout
 
 
-def test_wrong_input_is_a_usage_error():
+def test_wrong_input_is_a_usage_error(here):
     for argv in (["--tokens", "many"], ["--repeats", "0"]):
-        done = run(*argv)
-        assert done.returncode == 2
-        assert argv[0] in done.stderr
+        code, _, error = here(*argv)
+        assert code == 2
+        assert argv[0] in error
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_without_a_gpu_it_says_so():
-    done = run("--tokens", "256")
-    assert done.returncode == 1
-    assert "no CUDA device" in done.stdout
+def test_without_a_gpu_it_says_so(here):
+    code, out, _ = here("--tokens", "256")
+    assert code == 1
+    assert "no CUDA device" in out
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -5,6 +5,7 @@ Run by test_ahead.py in a process of its own.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -28,8 +29,9 @@ def faults(arch: str) -> list[str]:
     """What is wrong with the kernels for ``arch``, in words."""
     capability, shared = ARCHITECTURES[arch]
     problems = [(shared, 128, (64, 4))]
-    if shared < 128 * 1024:
-        # As little as the gates let through; a group of 64 fills more than one tile.
+    if shared < 128 * 1024 and (arch == "sm_89" or os.environ.get("PTXSIM_FULL") == "1"):
+        # As little as the gates let through; a group of 64 fills more than one tile. The memory is
+        # the same on both such architectures, so that `make test` looks at one.
         problems += [(gate("backward", 64), 64, (64, 4)), (gate("backward", 128), 128, (64, 1))]
     found = []
     for memory, dim, heads in problems:
