@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -75,12 +75,27 @@ class Machine:
 
 
 class AsyncOp:
-    """An operation of an engine: copies, matrix instructions, their completion signals."""
+    """An operation of an engine: copies, matrix instructions, their completion signals.
 
-    __slots__ = ("agent", "done", "line", "name", "run", "vector", "warp")
+    `signals` are the mbarriers that its completion arrives at, or brings bytes to; `awaited` says
+    that its warp waits for it.
+    """
 
-    def __init__(self, name: str, warp: Warp, line: int, run: Callable[[], None]) -> None:
+    __slots__ = (
+        "agent", "awaited", "done", "line", "name", "run", "signal_ids", "signals", "vector", "warp"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        warp: Warp,
+        line: int,
+        run: Callable[[], None],
+        signals: Sequence[Mbarrier] = (),
+    ) -> None:
         self.name, self.warp, self.line, self.run = name, warp, line, run
+        self.signals, self.signal_ids = tuple(signals), frozenset(map(id, signals))
+        self.awaited = False
         self.done = False
         self.agent, self.vector = 0, None  # for race detection
 
@@ -96,14 +111,22 @@ class AsyncOp:
 
 
 class Wait:
-    """Why a lane group is blocked: a test, and words for the deadlock report."""
+    """Why a lane group is blocked: a test, words for the deadlock report, and the mbarrier or the
+    operations that it waits for."""
 
-    __slots__ = ("may_time_out", "ready", "tell")
+    __slots__ = ("barrier", "may_time_out", "ready", "tell")
 
     def __init__(
-        self, ready: Callable[[], bool], tell: Callable[[], str], may_time_out: bool = False
+        self,
+        ready: Callable[[], bool],
+        tell: Callable[[], str],
+        may_time_out: bool = False,
+        barrier: Mbarrier | None = None,
+        ops: Sequence[AsyncOp] = (),
     ) -> None:
-        self.ready, self.tell, self.may_time_out = ready, tell, may_time_out
+        self.ready, self.tell, self.may_time_out, self.barrier = ready, tell, may_time_out, barrier
+        for op in ops:
+            op.awaited = True
 
 
 class Meet:
@@ -175,9 +198,32 @@ class Cluster:
             op = self.loose.pop(number)
         else:
             op = heads[number - len(self.loose)].popleft()
+        self._finish(op)
+        return True
+
+    def finish_awaited(self, barriers: set[int], choose: Callable[[int], int]) -> bool:
+        """The same for one that a warp waits for, that signals one of `barriers` (by `id`), or that
+        is in the queue before such a one."""
+
+        def awaited(op: AsyncOp) -> bool:
+            return op.awaited or not barriers.isdisjoint(op.signal_ids)
+
+        loose = [op for op in self.loose if awaited(op)]
+        queues = [queue for queue in self.queues.values() if any(map(awaited, queue))]
+        if not loose and not queues:
+            return False
+        number = choose(len(loose) + len(queues))
+        if number < len(loose):
+            op = loose[number]
+            self.loose.remove(op)
+        else:
+            op = queues[number - len(loose)].popleft()
+        self._finish(op)
+        return True
+
+    def _finish(self, op: AsyncOp) -> None:
         self.machine.progress += 1
         op.finish()
-        return True
 
     def barrier_at(self, address: int, own: int | None, what: str) -> Mbarrier:
         """The mbarrier at a shared address; `own` restricts it to that CTA."""
@@ -231,6 +277,7 @@ class Warp:
 
     __slots__ = (
         "agent",
+        "agents",
         "bulk_groups",
         "bulk_open",
         "carry",
@@ -239,6 +286,7 @@ class Warp:
         "copy_open",
         "cta",
         "dirty",
+        "engine",
         "exited",
         "group",
         "groups",
@@ -283,7 +331,8 @@ class Warp:
         self.known_writes: dict[tuple[SharedMemory, int], tuple[int, int]] = {}
         self.write_number = 0
         # For race detection: see races.py.
-        self.agent, self.issued = 0, 0
+        self.agent, self.engine, self.issued = 0, 0, 0
+        self.agents: races.Agents | None = None
         self.vector: np.ndarray | None = None
         self.tracked = True
         self.stores: list[tuple[int, int, int, int]] = []  # tcgen05.st windows before wait::st

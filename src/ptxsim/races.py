@@ -1,10 +1,12 @@
 """Data races on shared and tensor memory, by vector clocks; on only with `launch(..., races=True)`.
 
-Each warp is an agent with a clock, and its asynchronous operations are a second agent.  A vector
-holds, for each agent, up to which of its clock values everything has happened before "now";
-barriers carry vectors from those who arrive to those who get past.  The shadow remembers of every
-word its last writer and last reader as (agent, clock).  An access races if the one remembered is
-not covered by the vector of the accessing warp: then nothing but the schedule orders the two.
+Each warp is an agent with a clock, and its asynchronous operations are a second agent; but copies
+that signal mbarriers finish in any order, so that those of a warp that signal the same ones are an
+agent of their own.  A vector holds, for each agent, up to which of its clock values everything has
+happened before "now"; barriers carry vectors from those who arrive to those who get past.  The
+shadow remembers of every word its last writer and last reader as (agent, clock).  An access races
+if the one remembered is not covered by the vector of the accessing warp: then nothing but the
+schedule orders the two.
 
 Replicas are no race: compilers let several warps compute the same tile, and each store it by the
 same instruction.  Whichever store comes last, the words hold the same; so words that a store finds
@@ -47,13 +49,35 @@ class Shadow:
 
 def start(warps: list[Any]) -> None:
     """Give all warps of a cluster their clocks."""
-    agents = 2 * len(warps)
-    if agents > MOST_AGENTS:
+    if 2 * len(warps) > MOST_AGENTS:
         raise LaunchError(f"race detection takes clusters of at most {MOST_AGENTS // 2} warps")
+    agents = Agents([*range(len(warps)), *range(len(warps))])
     for number, warp in enumerate(warps):
-        warp.agent = number
-        warp.vector = np.zeros(agents, np.uint32)
+        warp.agent, warp.engine = number, number + len(warps)
+        warp.agents = agents
+        warp.vector = np.zeros(MOST_AGENTS, np.uint32)
         warp.vector[number] = 1
+
+
+class Agents:
+    """The agents of a cluster: `warps` has each one's warp, `copiers` those of copies, by warp and
+    mbarriers, with the number of copies so far."""
+
+    def __init__(self, warps: list[int]) -> None:
+        self.warps = warps
+        self.copiers: dict[tuple[int, ...], tuple[int, list[Any]]] = {}
+        self.copied: dict[int, int] = {}
+
+    def of(self, op: Any) -> int | None:
+        """The agent of a copy; None if there are too many."""
+        key = (op.warp.agent, *map(id, op.signals))
+        if key not in self.copiers:
+            if len(self.warps) == MOST_AGENTS:
+                return None
+            # The mbarriers are kept, since another may get the number of one that is gone.
+            self.copiers[key] = (len(self.warps), list(op.signals))
+            self.warps.append(op.warp.agent)
+        return self.copiers[key][0]
 
 
 # Edges.
@@ -86,11 +110,24 @@ def get_past(warp: Any, barrier: Any) -> None:
 def issue(op: Any) -> None:
     """An operation starts: behind all that its warp did, and behind its warp's earlier ones."""
     warp = op.warp
-    engine = warp.agent + len(warp.vector) // 2
     warp.issued += 1
     op.vector = warp.vector.copy()
-    op.vector[engine] = warp.issued
-    op.agent = engine
+    op.vector[warp.engine] = warp.issued
+    op.agent = warp.engine
+
+
+def copies(op: Any) -> None:
+    """The operation is a copy that signals mbarriers: it is behind all that its warp did, and
+    behind the warp's earlier ones that signal the same, but no others."""
+    if op.vector is None:
+        return
+    agents = op.warp.agents
+    agent = agents.of(op)
+    if agent is not None:
+        agents.copied[agent] = agents.copied.get(agent, 0) + 1
+        op.vector = op.warp.vector.copy()
+        op.vector[agent] = agents.copied[agent]
+        op.agent = agent
 
 
 class Transfer:
@@ -107,7 +144,7 @@ class Transfer:
 def transfers_done(warp: Any) -> None:
     """tcgen05.wait::st."""
     if warp.vector is not None:
-        warp.vector[warp.agent + len(warp.vector) // 2] = warp.issued
+        warp.vector[warp.engine] = warp.issued
 
 
 def finish_into(op: Any, barrier: Any) -> None:
@@ -181,10 +218,11 @@ def access(
         lines = shadow.write_lines[index]
         return repeats is not None and (lines == line) & repeats().reshape(lines.shape)
 
-    words = (own, what, writing, "written")
+    warps = (actor.warp if hasattr(actor, "warp") else actor).agents.warps
+    words = (own, what, writing, "written", warps)
     _check(vector, shadow.writes, shadow.write_lines, index, words, replicas)
     if writing:
-        _check(vector, shadow.reads, shadow.read_lines, index, (own, what, writing, "read"))
+        _check(vector, shadow.reads, shadow.read_lines, index, (own, what, writing, "read", warps))
     epoch = np.uint32(agent << int(AGENT_SHIFT) | int(vector[agent]))
     if writing:
         shadow.writes[index], shadow.write_lines[index] = epoch, line
@@ -220,7 +258,7 @@ def _check(
 ) -> None:
     old = epochs[index]
     bad = (old & CLOCKS) > vector[old >> AGENT_SHIFT]
-    own, what, writing, before = words
+    own, what, writing, before, warps = words
     if bad.any():
         bad &= (old >> AGENT_SHIFT) != own
     if bad.any():
@@ -229,8 +267,8 @@ def _check(
         return
     at = int(np.flatnonzero(bad.reshape(-1))[0])
     agent = int(old.reshape(-1)[at] >> AGENT_SHIFT)
-    half = len(vector) // 2
-    who = f"warp {agent}" if agent < half else f"an operation of warp {agent - half}"
+    warp = warps[agent]
+    who = f"warp {warp}" if agent == warp else f"an operation of warp {warp}"
     raise DataRace(
         f"data race: {what} {'writes' if writing else 'reads'} what {who} has {before} in line "
         f"{int(lines[index].reshape(-1)[at])}, and nothing orders the two"

@@ -1,11 +1,12 @@
 """Runs the warps of clusters: schedules by seed, split warps, blocked groups, deadlocks.
 
 Seed 0 runs each lane group until it blocks and finishes asynchronous operations only when nothing
-else can run, the latest moment a chip could choose: whatever is not waited for is then still in
-flight when it is touched.  Odd seeds draw quanta, the order of warps and the moments of completion
-at random.  Even seeds give warps random priorities, changed now and then: the highest that can run
-does, so that some warps get as far ahead of others as the kernel's own synchronisation allows, and
-finish asynchronous operations either all at once or as late as seed 0 does.
+else can run, those that somebody waits for before all others: the latest moment a chip could
+choose.  Whatever is not waited for is then still in flight when it is touched.  Odd seeds draw
+quanta, the order of warps and the moments of completion at random.  Even seeds give warps random
+priorities, changed now and then: the highest that can run does, so that some warps get as far ahead
+of others as the kernel's own synchronisation allows, and finish asynchronous operations either all
+at once or as late as seed 0 does.
 """
 
 from __future__ import annotations
@@ -112,8 +113,14 @@ class Scheduler:
 
     def _unblock(self) -> bool:
         """Nothing can run: finish an operation, time out a wait, start a cluster, or give up."""
+        choose = (lambda n: 0) if self.lazy else self.random.randrange
+        if not self.eagerness:
+            waits = [group.wait for group in self._groups() if group.wait is not None]
+            barriers = {id(wait.barrier) for wait in waits if wait.barrier is not None}
+            if any(cluster.finish_awaited(barriers, choose) for cluster in self.active):
+                return True
         for cluster in self.active:
-            if cluster.finish_one((lambda n: 0) if self.lazy else self.random.randrange):
+            if cluster.finish_one(choose):
                 return True
         progress = self.machine.progress
         for group in self._groups():

@@ -267,6 +267,46 @@ def test_race_of_a_warp_with_a_copy_of_its_own() -> None:
         assert np.array_equal(x[:32], np.arange(32))
 
 
+COPY = (
+    "@%p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[%a+{to}], [%x], 128, [%v+{bar}];\n"
+)
+AWAITED = """
+{name}: mbarrier.try_wait.parity.shared::cta.b64 %q, [%v+{bar}], 0; @!%q bra {name};
+"""
+
+
+def two_copies(order: tuple[int, int], awaited: tuple[int, ...]) -> str:
+    """Two copies with a barrier each, issued in ``order``; the first one's bytes are read."""
+    copies = "".join(COPY.format(to=128 * which, bar=8 * which) for which in order)
+    waits = "".join(AWAITED.format(name=f"again{which}", bar=8 * which) for which in awaited)
+    return f"""
+    mov.u32 %a, buf; mov.u32 %v, bar;
+    @%p mbarrier.init.shared::cta.b64 [%v], 1;
+    @%p mbarrier.init.shared::cta.b64 [%v+8], 1;
+    @%p fence.mbarrier_init.release.cluster;
+    bar.sync 0;
+    @%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%v], 128;
+    @%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%v+8], 128;
+    {copies}{waits}
+    ld.shared.u32 %w, [%a+4];
+    st.global.u32 [%y], %w;
+    {"".join(AWAITED.format(name=f"last{which}", bar=8 * which) for which in order)}
+    """
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+def test_of_two_copies_the_barrier_of_one_says_nothing_of_the_other(order: tuple[int, int]) -> None:
+    """Whichever was issued first, whether or not it happens to be done by then."""
+    assert (run(two_copies(order, (0, 1)), races=True)[:32] == 1).all()
+    assert (run(two_copies(order, (0,)), races=True)[:32] == 1).all()
+    with pytest.raises(ptxsim.AsyncHazard, match="an unfinished copy"):
+        run(two_copies(order, (1,)), seed=0)
+    for seed in range(8):
+        with pytest.raises((ptxsim.DataRace, ptxsim.AsyncHazard)):
+            run(two_copies(order, (1,)), seed=seed, races=True)
+
+
 def test_atomics_and_flags_are_no_races() -> None:
     body = """
     mov.u32 %a, buf;

@@ -96,7 +96,9 @@ def group_step(name: str, limit: int | None) -> Step:
         if passed():
             return None
         warp.group.wait = Wait(
-            passed, lambda: f"waits for {len(ops)} operations, the first of line {ops[0].line}"
+            passed,
+            lambda: f"waits for {len(ops)} operations, the first of line {ops[0].line}",
+            ops=ops,
         )
         return YIELD
 
@@ -225,7 +227,9 @@ def build_bulk_to_shared(ins: Instruction, c: Decoder) -> Step:
                 races.finish_into(op, barrier)
                 barrier.complete(size)
 
-        op = cluster.issue(AsyncOp("cp.async.bulk", warp, ins.line, finish))
+        signals = [barrier for *_, barrier in places]
+        op = cluster.issue(AsyncOp("cp.async.bulk", warp, ins.line, finish, signals))
+        races.copies(op)
         if not from_global:
             races.operand(op, own, source_rows, False)
         for shared, offset, barrier in places:

@@ -64,7 +64,11 @@ def build_try_cancel(ins: Instruction, c: Decoder) -> Step:
                 races.finish_into(op, found)
                 found.complete(RESPONSE_BYTES)
 
-        op = cluster.issue(AsyncOp("clusterlaunchcontrol.try_cancel", warp, ins.line, finish))
+        signals = [barrier for *_, barrier in places]
+        op = cluster.issue(
+            AsyncOp("clusterlaunchcontrol.try_cancel", warp, ins.line, finish, signals)
+        )
+        races.copies(op)
         for shared, rows, _ in places:
             races.operand(op, shared, rows, True)
 

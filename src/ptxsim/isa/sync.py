@@ -312,6 +312,7 @@ def _phase_wait(barrier: Mbarrier, parity: int) -> Wait:
         lambda: barrier.done(parity),
         lambda: f"waits for parity {parity} of {barrier.describe()}",
         may_time_out=True,
+        barrier=barrier,
     )
 
 
@@ -390,7 +391,7 @@ def arrive_after_copies(warp: Any, line: int, barrier: Mbarrier, number: int) ->
         races.finish_into(op, barrier)
         barrier.arrive(number)
 
-    op = AsyncOp("cp.async.mbarrier.arrive", warp, line, arrive)
+    op = AsyncOp("cp.async.mbarrier.arrive", warp, line, arrive, [barrier])
     warp.cta.cluster.issue(op, ("cp.async", warp.cta.rank, warp.index))
 
 

@@ -385,7 +385,7 @@ def build_commit(ins: Instruction, c: Decoder) -> Step:
                 races.finish_into(commit, barrier)
                 barrier.arrive(1)
 
-        commit = AsyncOp("commit", warp, ins.line, finish)
+        commit = AsyncOp("commit", warp, ins.line, finish, found)
         cta.cluster.issue(commit, ("tcgen05", cta.rank))
         for barrier in found:
             races.use(commit, barrier)

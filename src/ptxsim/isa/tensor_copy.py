@@ -141,7 +141,9 @@ def build_tensor_copy(ins: Instruction, c: Decoder) -> Step:
                 races.finish_into(op, barrier)
                 barrier.complete(found.box_bytes)
 
-        op = cluster.issue(AsyncOp("cp.async.bulk.tensor", warp, ins.line, finish))
+        signals = [barrier for *_, barrier in targets]
+        op = cluster.issue(AsyncOp("cp.async.bulk.tensor", warp, ins.line, finish, signals))
+        races.copies(op)
         for shared, whole, _, barrier in targets:
             races.use(op, barrier)
             races.operand(op, shared, whole, True)

@@ -247,6 +247,7 @@ def build_group(ins: Instruction, c: Decoder) -> Step:
         warp.group.wait = Wait(
             lambda: all(op.done for op in ops),
             lambda: f"waits for {len(ops)} wgmmas, the first of line {ops[0].line}",
+            ops=ops,
         )
         return AGAIN
 
