@@ -149,10 +149,13 @@ def test_no_race_whatever_the_schedule(simulated, verdicts):
 
 
 def test_one_thread_block_does_it_all(simulated, verdicts):
-    """Tasks of every length, buffers and stages that come round."""
+    """Tasks of every length, buffers and stages that come round, either way."""
     found = problem([70, 6], keys=[BLOCK * 2 + 6, 6], topk=2)
+    apart = scattered(21)
     with device.assume(ARCH, num_sms=1):
         check(found, forward(found))
+        check(apart, forward(apart))
+    assert verdicts == [[[True]], [[False]]]
 
 
 def test_what_lies_behind_a_key_that_a_row_does_not_see_may_be_anything(simulated, verdicts):
