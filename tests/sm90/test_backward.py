@@ -64,6 +64,21 @@ def test_sums_in_order_are_equal_to_the_bit_under_four_schedules(simulated):
             assert torch.equal(first, again)
 
 
+def test_short_tasks_wait_for_the_long_one_before_them(simulated):
+    """The sums of one thread block, which takes tasks in order, and of several at the same time:
+    there the second and third task of the key block are done long before the first."""
+    found = problem([48], topk=1)
+    found.indices[:, 17:32], found.indices[:, 33:] = -1, -1
+    found = with_truth(found)
+    with device.assume(ARCH, num_sms=1):
+        alone = gradients(found, deterministic=True, window=16)
+    check(found, alone)
+    simulated.options = {"processes": 2}
+    together = gradients(found, deterministic=True, window=16)
+    for first, again in zip(alone.sums, together.sums, strict=True):
+        assert torch.equal(first, again)
+
+
 def test_tasks_of_a_row_and_window_are_alike(simulated):
     from openmsa.kernels.stages.tasks import tasks_of
 
