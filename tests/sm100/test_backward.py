@@ -140,7 +140,7 @@ def test_strided_and_expanded_inputs(simulated):
 
 def test_what_lies_behind_a_key_that_a_row_does_not_see_may_be_anything(simulated):
     """The next document's keys follow a short block in memory, and its values, too."""
-    found = problem([5, 9])
+    found = problem([5, 9], group=64)
     inputs = found.inputs
     k, v = inputs.k.clone(), inputs.v.clone()
     k[5:], v[5:] = float("nan"), float("inf")

@@ -4,7 +4,7 @@ A tile's rows are gathered, one box per query of ``group`` heads and 64 channels
 query has the index -1, which lies outside the tensor and so is filled with zeros, and sees no key.
 What a tile needs besides (lse, delta, visible keys) the warp reads one tile ahead, and takes the
 next task while it works on this one; but where tasks of a key block wait for each other, only when
-it needs one. A task that were taken early would begin late, and what waits for it has begun.
+it needs one: a task taken early begins late, when what waits for it has begun long since.
 """
 
 from __future__ import annotations
