@@ -17,6 +17,7 @@ from openmsa.contract.key_schedule import KeySchedule
 from openmsa.contract.layout import Layout
 from openmsa.contract.problem import AttentionConfig, Problem, Saved, SelectionConfig
 from openmsa.dispatch.choose import choose
+from openmsa.dispatch.ready import expect_attention
 
 __all__ = ["backward", "forward", "select"]
 
@@ -36,6 +37,7 @@ def select(
         config.topk,
     )
     plan = choose(problem, backend)
+    expect_attention(index_q.device, backend)
     indices, lse = plan.run("select_blocks", index_q, index_k, layout, config)
     return indices, lse
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
 
 import cutlass.cute as cute
@@ -16,7 +17,7 @@ import torch
 from cutlass import Float32
 
 from openmsa.kernels.build import Build
-from openmsa.kernels.common import cache
+from openmsa.kernels.common import cache, workers
 from openmsa.kernels.common.compile import (
     ANY,
     ahead,
@@ -103,6 +104,31 @@ def off(build: Build) -> dict[str, Any]:
     return {"apart": apart, "right": bool((y == 3 * x).all())}
 
 
+def early(_: Build) -> dict[str, Any]:
+    """A helper that starts before anybody asks it, where the disk is empty; one that nobody needs
+    goes at once, and one that hangs is not waited for."""
+    request = Request("small_kernel", "sm_100a", "whole", 2, ("scale",))
+    workers.get_ready("small_kernel")
+    used = workers._ready is not None
+    prefetch(request)
+    used = used and workers._ready is None
+    kept = ahead(builds("sm_100a", "whole", 2)[0])[1]
+    workers.get_ready("small_kernel")
+    again = workers._ready is not None
+    idle = workers._ready = workers._Helper.spawn(("json",))
+    assert idle is not None
+    prefetch(request, request)
+    idle.process.wait(timeout=60)
+    stuck = workers._Helper.spawn(("json",))
+    assert stuck is not None
+    workers._asked["key"] = stuck, time.monotonic() + 60
+    waited = workers.pending("key")
+    workers._asked["key"] = stuck, time.monotonic()
+    waited = waited and not workers.pending("key")
+    workers._asked["key"] = stuck, time.monotonic() + 60  # the process ends with this one
+    return {"used": used, "kept": kept, "again": again, "waited": waited}
+
+
 def prefetched(_: Build) -> dict[str, Any]:
     """Another process compiles; where it cannot, this one does."""
     requests = [Request("small_kernel", "sm_100a", dtype, 2, ("scale",)) for dtype in KINDS]
@@ -112,6 +138,6 @@ def prefetched(_: Build) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    whats = {"twice": twice, "loaded": loaded, "off": off, "prefetched": prefetched}
+    whats = {"twice": twice, "loaded": loaded, "off": off, "prefetched": prefetched, "early": early}
     what = whats[sys.argv[1]]
     sys.stdout.write(json.dumps(what(builds("sm_100a")[0])) + "\n")

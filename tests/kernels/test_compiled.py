@@ -93,11 +93,26 @@ def test_workers_compile_ahead_and_one_that_fails_costs_nothing(folder: Path) ->
     assert finish(process) == {"whole": True, "broken": True}
 
 
+def test_a_helper_may_start_early(tmp_path: Path) -> None:
+    beside = os.pathsep.join([str(Path(openmsa.__file__).parents[1]), str(SCRIPT.parent)])
+    process = start("early", tmp_path / "kernels", OPENMSA_WORKERS="2", PYTHONPATH=beside)
+    assert finish(process) == {"used": True, "kept": True, "again": False, "waited": True}
+
+
 def test_the_number_of_workers_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.WORKERS, "3")
     assert env.workers() == 3
     monkeypatch.setenv(env.WORKERS, "many")
     with pytest.raises(InvalidInput, match="OPENMSA_WORKERS"):
         env.workers()
-    monkeypatch.delenv(env.WORKERS)
-    assert env.workers() == 0
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "workers"),
+    [(1, "", 0), (3, "", 0), (4, "", 2), (9, "", 4), (192, "", 6), (192, "8", 6), (16, "8", 0)],
+)
+def test_workers_are_half_of_the_cores_of_a_process(monkeypatch, cores, ranks, workers) -> None:
+    monkeypatch.delenv(env.WORKERS, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert env.workers() == workers

@@ -31,7 +31,7 @@ def named(name: str) -> Backward:
 
 def results(found: Backward) -> dict[str, Tensor]:
     """Forward and backward on the device of ``found``'s inputs; deterministic sums as ``det_*``."""
-    from openmsa.kernels.sm90 import task_build
+    from openmsa.kernels.sm90 import backward_postprocess, task_build
     from openmsa.kernels.sm90.backward import launch as backward
     from openmsa.kernels.sm90.forward import launch as forward
     from openmsa.kernels.sm100 import backward_preprocess
@@ -48,6 +48,7 @@ def results(found: Backward) -> dict[str, Tensor]:
     for prefix, deterministic in (("", False), ("det_", True)):
         config = found.config(deterministic)
         sums = backward.backward(inputs.d_out, delta, saved, tasks, layout, config, (True, True))
+        sums = backward_postprocess.backward_postprocess(*sums, torch.float32)
         made.update({prefix + name: x for name, x in zip(("dq", "dk", "dv"), sums, strict=True)})
     return {name: x.cpu() for name, x in made.items()}
 

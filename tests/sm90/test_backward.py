@@ -27,9 +27,9 @@ def gradients(found, *, deterministic=False, window=512):
 
 
 def backward(found, saved, d_out, d_lse, deterministic, window):
-    from openmsa.kernels.sm90 import task_build
+    from openmsa.kernels.sm90 import backward_postprocess, task_build
     from openmsa.kernels.sm90.backward import launch
-    from openmsa.kernels.sm100 import backward_postprocess, backward_preprocess
+    from openmsa.kernels.sm100 import backward_preprocess
 
     layout = found.docs.layout
     with poisoned_memory():
@@ -39,6 +39,8 @@ def backward(found, saved, d_out, d_lse, deterministic, window):
             d_out, delta, saved, tasks, layout, found.config(deterministic), (True, True)
         )
         rounded = backward_postprocess.backward_postprocess(*sums, saved.q.dtype)
+        if deterministic:
+            sums = backward_postprocess.backward_postprocess(*sums, torch.float32)
     return SimpleNamespace(dq=rounded[0], dk=rounded[1], dv=rounded[2], sums=sums)
 
 

@@ -20,7 +20,7 @@ from openmsa.contract.problem import STAGES, Problem
 from openmsa.dispatch.support import Offer
 from openmsa.kernels.launchers import FAMILIES
 
-__all__ = ["BACKENDS", "ORDER", "STAGES", "TABLE", "Cell", "launcher"]
+__all__ = ["BACKENDS", "HOPPER", "ORDER", "STAGES", "TABLE", "Cell", "launcher"]
 
 RAN, SIMULATED, COMPILED = "ran", "simulated", "compiled only"
 
@@ -99,7 +99,10 @@ def _cute(*capabilities: tuple[int, int]) -> Offer:
     )
 
 
-_SM90, _SM100 = _cute((9, 0)), _cute((10, 0), (10, 3))
+HOPPER = (9, 0)
+"""The capability whose forward and backward are both written in the CuTe DSL."""
+
+_SM90, _SM100 = _cute(HOPPER), _cute((10, 0), (10, 3))
 
 
 def _sm90(stage: str) -> Cell:

@@ -28,7 +28,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         f"{_SM100}.backward_preprocess",
         f"{_SM90}.task_build",
         f"{_SM90}.backward.launch",
-        f"{_SM100}.backward_postprocess",
+        f"{_SM90}.backward_postprocess",
     ),
     "sm_100a": _BACKWARD,
     "sm_103a": _BACKWARD,

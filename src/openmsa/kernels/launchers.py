@@ -21,7 +21,7 @@ FAMILIES: dict[str, dict[str, str]] = {
         "backward_preprocess": LAUNCHERS["backward_preprocess"],
         "task_build": f"{_SM90}.task_build:task_build",
         "backward": f"{_SM90}.backward.launch:backward",
-        "backward_postprocess": LAUNCHERS["backward_postprocess"],
+        "backward_postprocess": f"{_SM90}.backward_postprocess:backward_postprocess",
     },
 }
 """Family of devices -> its launchers, some of which serve both."""

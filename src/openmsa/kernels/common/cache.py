@@ -185,6 +185,10 @@ class Folder:
             os.close(inside)
         return entry
 
+    def empty(self) -> bool:
+        """Whether there is no entry."""
+        return not any(_KEY.fullmatch(name) for name in os.listdir(self._at))
+
     def put(self, key: str, entry: Entry) -> Entry:
         """Keep ``entry``, and give what is kept: another process's where that one was first. A disk
         that is full or read-only keeps nothing."""

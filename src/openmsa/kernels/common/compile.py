@@ -54,6 +54,8 @@ _NOT_CODE = tuple(
 )
 """Variables of the DSL that change no code, by how they begin."""
 
+_GLANCE_SECONDS = 0.02
+
 _SOURCES = cache.sources()
 """As they were when this module was loaded, or later for some; see `_key`."""
 
@@ -117,10 +119,10 @@ def ahead(build: Build) -> tuple[cache.Entry, bool]:
 
 def _kept(folder: cache.Folder, key: str) -> cache.Entry | None:
     """The entry ``key``, if it is there or a worker has it to make."""
-    entry = folder.get(key)
-    if entry is None and workers.wait_for(key):
-        entry = folder.get(key)
-    return entry
+    while (entry := folder.get(key)) is None and workers.pending(key):
+        time.sleep(_GLANCE_SECONDS)
+    # A helper may have put it there and gone between the two.
+    return entry or folder.get(key)
 
 
 def _compile(build: Build, options: str = "", **how: Any) -> Any:

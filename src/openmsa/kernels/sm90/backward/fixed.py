@@ -34,7 +34,7 @@ import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 import cutlass.utils as utils  # noqa: E402
 import torch  # noqa: E402
-from cutlass import Float32, Int32, Int64  # noqa: E402
+from cutlass import Float32, Int32  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from openmsa.contract.layout import Layout  # noqa: E402
@@ -42,7 +42,7 @@ from openmsa.kernels.common.compile import ANY, Build, fake, function  # noqa: E
 from openmsa.kernels.common.scan import last_not_above  # noqa: E402
 from openmsa.kernels.sm90.backward.config import BLOCK, HEAD_DIM  # noqa: E402
 
-__all__ = ["builds", "real", "units"]
+__all__ = ["BIAS", "HIGH", "LOW", "SHIFT", "FixedPoint", "builds", "units"]
 
 _WARPS = 4
 _THREADS = _WARPS * 32
@@ -68,6 +68,20 @@ _MODULUS = 2**32
 _SUM = ((_bits(HIGH) << SHIFT) + _bits(LOW)) % _MODULUS
 BIAS = _SUM - _MODULUS if _SUM >= _MODULUS // 2 else _SUM
 """What a part is too large by, as int32."""
+
+
+class FixedPoint(NamedTuple):
+    """A dq that :mod:`openmsa.kernels.sm90.backward_postprocess` turns into numbers.
+
+    Attributes:
+        sums: int32 ``[Tq, Hq, 128]``, in units of a row, with the bias of its parts.
+        factors: one over the unit of each row, fp32 ``[Tq, Hq]``.
+        parts: how many parts were added, int32 ``[Tq, Hkv]``.
+    """
+
+    sums: Tensor
+    factors: Tensor
+    parts: Tensor
 
 
 class Maxima:
@@ -196,41 +210,6 @@ class Units:
                     factors[query, q_head] = _factor(scale * term * largest, count > 0)
 
 
-class Real:
-    """fp32 in place of int32: an element without the bias of its parts, times its row's unit."""
-
-    @cute.jit
-    def __call__(
-        self, sums: cute.Tensor, factors: cute.Tensor, parts: cute.Tensor, found: cute.Tensor,
-        stream: Any,
-    ) -> None:  # fmt: skip
-        """sums int32 and found fp32 ``[elements / 4, 4]``, factors ``[Tq, Hq]``, parts ``[Tq,
-        Hkv]``."""
-        self.kernel(sums, factors, parts, found).launch(
-            grid=(cute.ceil_div(sums.shape[0], _THREADS), 1, 1),
-            block=(_THREADS, 1, 1),
-            stream=stream,
-        )
-
-    @cute.kernel
-    def kernel(
-        self, sums: cute.Tensor, factors: cute.Tensor, parts: cute.Tensor, found: cute.Tensor
-    ) -> None:
-        at = Int64(cute.arch.block_idx()[0]) * _THREADS + cute.arch.thread_idx()[0]
-        if at < sums.shape[0]:
-            values = cute.make_rmem_tensor(4, Int32)
-            cute.autovec_copy(sums[at, None], values)
-            heads, kv_heads = factors.shape[1], parts.shape[1]
-            row = (at // (HEAD_DIM // 4)).to(Int32)
-            query, q_head = row // heads, row % heads
-            unit = Float32(1.0) / factors[query, q_head]
-            bias = parts[query, q_head // (heads // kv_heads)] * Int32(BIAS)
-            result = cute.make_rmem_tensor(4, Float32)
-            for i in cutlass.range_constexpr(4):
-                result[i] = (values[i] - bias).to(Float32) * unit
-            cute.autovec_copy(result, found[at, None])
-
-
 def _size(value: Any) -> Any:
     """The absolute value; of NaN, NaN."""
     return cute.math.absf(value)
@@ -292,16 +271,9 @@ def units(
     return factors, parts
 
 
-def real(arch: str, sums: Tensor, factors: Tensor, parts: Tensor) -> Tensor:
-    """The fp32 values of int32 ``sums [Tq, Hq, 128]``, in the same memory."""
-    found = sums.view(torch.float32)
-    function(_real(arch))(sums.view(-1, 4), factors, parts, found.view(-1, 4))
-    return found
-
-
 def builds(arch: str, dtype: str, group: int) -> tuple[Build, ...]:
     """What a deterministic backward compiles besides the main kernel."""
-    return _maxima(arch, dtype), _units(arch, dtype, group), _real(arch)
+    return _maxima(arch, dtype), _units(arch, dtype, group)
 
 
 def _rows(dtype: str) -> Any:
@@ -333,14 +305,3 @@ def _units(arch: str, dtype: str, group: int) -> Build:
         )  # fmt: skip
 
     return Build("dq_units", arch, (("dtype", dtype), ("group", group)), make)
-
-
-def _real(arch: str) -> Build:
-    def make() -> tuple[Any, tuple[Any, ...]]:
-        shape = (ANY, 4)
-        return Real(), (
-            fake(torch.int32, shape, align=16), fake(torch.float32, (ANY, ANY)),
-            fake(torch.int32, (ANY, ANY)), fake(torch.float32, shape, align=16),
-        )  # fmt: skip
-
-    return Build("dq_real", arch, (), make)

@@ -36,12 +36,12 @@ def backward(
     layout: Layout,
     config: AttentionConfig,
     needs: tuple[bool, bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | fixed.FixedPoint, Tensor, Tensor]:
     """fp32 dq, dk and dv of the shapes of q, k and v; rows that nobody reads are zero.
 
     ``tasks`` are those of :func:`openmsa.kernels.sm90.task_build.task_build`. ``needs`` is ignored:
     all three cost what two of them would. ``config.deterministic`` makes repeated calls equal to
-    the bit.
+    the bit, and dq a fixed-point one: :mod:`openmsa.kernels.sm90.backward_postprocess` reads both.
     """
     q, k, v, d_out = (aligned(x) for x in (saved.q, saved.k, saved.v, d_out))
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
@@ -70,7 +70,7 @@ def backward(
     sums = dq.view(torch.int32) if config.deterministic else dq
     main = function(_build(arch, facts))
     main(q, k, v, d_out, Sums(sums, dk, dv), tensors, numbers, grid)
-    return fixed.real(arch, sums, factors, parts) if config.deterministic else dq, dk, dv
+    return fixed.FixedPoint(sums, factors, parts) if config.deterministic else dq, dk, dv
 
 
 def builds(arch: str, dtype: str = "bfloat16", group: int = 16) -> tuple[Build, ...]:

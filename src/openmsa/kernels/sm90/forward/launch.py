@@ -204,12 +204,18 @@ def _slots(queries: Tensor, total: int) -> Tensor:
 
 
 def _large(arch: str, facts: Config) -> tuple[Request, ...]:
-    """The kernels of a training step that take seconds to compile, but for one that is compiled
-    here meanwhile."""
-    facts_of = (arch, facts.dtype, facts.group)
-    return (
-        Request("openmsa.kernels.sm90.backward.launch", *facts_of, ("backward",)),
-        Request(__name__, *facts_of, ("forward_key_major", "forward_merge")),
+    """The kernels of a training step that take longest to compile, in the order of their use: a
+    process each, but for those that this process compiles until it needs the first of them."""
+    backward = "openmsa.kernels.sm90.backward.launch"
+    return tuple(
+        Request(module, arch, facts.dtype, facts.group, (name,))
+        for module, name in (
+            (__name__, "forward_union"),
+            (__name__, "forward_key_major"),
+            (__name__, "forward_merge"),
+            (__name__, "task_build"),
+            (backward, "backward"),
+        )
     )
 
 
