@@ -109,7 +109,7 @@ def test_the_number_of_workers_is_a_number(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("cores", "ranks", "workers"),
-    [(1, "", 0), (3, "", 0), (4, "", 2), (9, "", 4), (192, "", 6), (192, "8", 6), (16, "8", 0)],
+    [(1, "", 0), (3, "", 0), (4, "", 2), (9, "", 4), (192, "", 5), (192, "8", 5), (16, "8", 0)],
 )
 def test_workers_are_half_of_the_cores_of_a_process(monkeypatch, cores, ranks, workers) -> None:
     monkeypatch.delenv(env.WORKERS, raising=False)

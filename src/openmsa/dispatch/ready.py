@@ -9,7 +9,6 @@ import torch
 from openmsa.dispatch.probe import device_facts, toolchain
 from openmsa.dispatch.table import HOPPER
 from openmsa.kernels.catalogue import MODULES
-from openmsa.kernels.common import workers
 
 __all__ = ["expect_attention"]
 
@@ -21,4 +20,7 @@ def expect_attention(device: torch.device, backend: str) -> None:
     the selection's own kernels; see :mod:`openmsa.kernels.common.workers`."""
     here = toolchain().cute_dsl is not None and device_facts(device).capability == HOPPER
     if here and backend in ("auto", "cute"):
+        # Not with this module: openmsa loads on systems that the DSL, and so its cache, is not for.
+        from openmsa.kernels.common import workers
+
         workers.get_ready(*MODULES["sm_90a"])

@@ -7,7 +7,7 @@
 
 ``OPENMSA_WORKERS``
     Processes that may compile kernels beside this one in a first training step. By default half of
-    the cores that this process has for itself, as far as there are kernels to compile: six. With
+    the cores that this process has for itself, at most five, as a step has five large kernels. With
     fewer than four cores there are none; processes that torchrun has started share a machine's.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["CACHE", "WORKERS", "cache_folder", "workers"]
 CACHE = "OPENMSA_CACHE"
 WORKERS = "OPENMSA_WORKERS"
 
-_MOST_WORKERS = 6
+_MOST_WORKERS = 5
 _ENOUGH_CORES = 4
 
 
