@@ -25,7 +25,7 @@ from cutlass import Float32, Int32  # noqa: E402
 from cutlass.cute.nvgpu import warp, warpgroup  # noqa: E402
 from cutlass.cutlass_dsl import select_  # noqa: E402
 
-from openmsa.kernels.common.ptx import arrive_warp  # noqa: E402
+from openmsa.kernels.common.ptx import arrive_lanes, arrive_warp  # noqa: E402
 from openmsa.kernels.sm90.backward import forms, store  # noqa: E402
 from openmsa.kernels.sm90.backward.config import (  # noqa: E402
     BLOCK,
@@ -63,7 +63,7 @@ def run(c: Context, maps: Maps, tiles: Tiles) -> None:
             c.wait(Barrier.Q_FULL, used, stage)
             s = _scores(c, tiles, thread, tile + 1)
             rows = _second_half(c, tiles, thread, tile)
-            arrive_warp(c.barrier(Barrier.Q_EMPTY, c.stage(tile)[0]))
+            arrive_lanes(c.barrier(Barrier.Q_EMPTY, c.stage(tile)[0]))
             tile += 1
             _first_half(c, maps, tiles, thread, tile, (s, dk, dv), rows)
         rows = _second_half(c, tiles, thread, tile)
@@ -71,7 +71,7 @@ def run(c: Context, maps: Maps, tiles: Tiles) -> None:
         store.send_rows(c, maps, tiles.dq, thread, rows)
         stage, used = c.stage(tile)
         task = store.task_of(c, stage)
-        arrive_warp(c.barrier(Barrier.Q_EMPTY, stage))
+        arrive_lanes(c.barrier(Barrier.Q_EMPTY, stage))
         turn += 1
         tile += 1
         store.await_turn(c, thread, task)

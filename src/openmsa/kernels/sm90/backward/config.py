@@ -16,9 +16,11 @@ from openmsa.kernels.common.budgets import check_registers, check_shared
 __all__ = [
     "BLOCK",
     "BUFFERS",
+    "BY_LANE",
     "CHUNK",
     "CONSUMERS",
     "HEAD_DIM",
+    "LANES",
     "REGISTERS",
     "STAGES",
     "TILE_ROWS",
@@ -40,6 +42,7 @@ CONSUMERS = 2  # warpgroups
 CHUNK = 256
 """Queries of a task: a thread block's dk and dv are added up once a task."""
 
+LANES = 32
 _WARPS = 4  # of a warpgroup
 REGISTERS = {"consumers": 240, "producer": 24}
 
@@ -79,12 +82,16 @@ ARRIVERS = {
     Barrier.V_FULL: 1,
     Barrier.KV_EMPTY: CONSUMERS * _WARPS,
 }
-"""Arrivals that complete a phase of each barrier. A ring is named by its first."""
+"""Warps that complete a phase of each barrier. A ring is named by its first."""
+
+BY_LANE = (Barrier.Q_FULL, Barrier.Q_EMPTY)
+"""Where each lane of a warp arrives, not one: these guard what lanes write and read themselves."""
 
 
 def arrivals(index: int) -> int:
     """Arrivals that complete a phase of the barrier at ``index``."""
-    return ARRIVERS[max(barrier for barrier in ARRIVERS if barrier <= index)]
+    ring = max(barrier for barrier in ARRIVERS if barrier <= index)
+    return ARRIVERS[ring] * (LANES if ring in BY_LANE else 1)
 
 
 class Meta(IntEnum):
@@ -147,7 +154,7 @@ class Config:
 
     @property
     def threads(self) -> int:
-        return (CONSUMERS + 1) * _WARPS * 32
+        return (CONSUMERS + 1) * _WARPS * LANES
 
     @property
     def shared_bytes(self) -> int:

@@ -20,6 +20,7 @@ import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 from cutlass import Float32, Int32  # noqa: E402
 
+from openmsa.kernels.common.ptx import arrive_lanes  # noqa: E402
 from openmsa.kernels.common.tiles import (  # noqa: E402
     CHANNELS,
     clear_rows,
@@ -28,7 +29,9 @@ from openmsa.kernels.common.tiles import (  # noqa: E402
 )
 from openmsa.kernels.sm90.backward.config import (  # noqa: E402
     BLOCK,
+    BY_LANE,
     HEAD_DIM,
+    LANES,
     TILE_ROWS,
     Barrier,
     Meta,
@@ -38,7 +41,6 @@ from openmsa.kernels.sm90.backward.context import Context, Maps  # noqa: E402
 __all__ = ["HALVES", "run"]
 
 HALVES = HEAD_DIM // CHANNELS
-_LANES = 32
 _ROWS_BYTES = TILE_ROWS * HEAD_DIM * 2
 _LOG2E = math.log2(math.e)
 
@@ -67,10 +69,9 @@ def run(c: Context, maps: Maps, rows: Any, d_rows: Any, k: Any, v: Any) -> None:
         for at in cutlass.range(0, size, c.config.queries, unroll=1):
             stage, used = c.stage(tile)
             c.wait_free(Barrier.Q_EMPTY, used, stage)
-            within = at % _LANES
+            within = at % LANES
             _write(c, stage, query, visible, terms, within)
             _write_meta(c, stage, (head, row, size, start, keys, before), visible, within)
-            cute.arch.sync_warp()
             _rows(c, maps.q, q_from, q_to, Barrier.Q_FULL, query, within, head, stage)
             if at == 0:
                 c.wait_free(Barrier.KV_EMPTY, turn)
@@ -89,9 +90,9 @@ def run(c: Context, maps: Maps, rows: Any, d_rows: Any, k: Any, v: Any) -> None:
             tile += 1
             ahead = at + c.config.queries
             if ahead < size:
-                if ahead % _LANES == 0:
+                if ahead % LANES == 0:
                     query, visible = _edges(c, head, edge + ahead, size - ahead, lane, first, keys)
-                terms = _scalars(c, query, head, ahead % _LANES)
+                terms = _scalars(c, query, head, ahead % LANES)
         if cutlass.const_expr(c.config.deterministic):
             task = _ticket(c)
         else:
@@ -101,7 +102,7 @@ def run(c: Context, maps: Maps, rows: Any, d_rows: Any, k: Any, v: Any) -> None:
     ints = c.ints
     with cute.arch.elect_one():
         ints[stage, int(Meta.TILES)] = Int32(0)
-        cute.arch.mbarrier_arrive(c.barrier(Barrier.Q_FULL, stage))
+    arrive_lanes(c.barrier(Barrier.Q_FULL, stage))
 
 
 @cute.jit
@@ -133,11 +134,11 @@ def _edges(
 @cute.jit
 def _scalars(c: Context, query: Int32, head: Int32, within: Any) -> Any:
     """lse, delta (and the factor of dq) of the lane's rows: one in each 32 rows of the tile."""
-    found = cute.make_rmem_tensor((TILE_ROWS // _LANES, c.config.floats), Float32)
+    found = cute.make_rmem_tensor((TILE_ROWS // LANES, c.config.floats), Float32)
     found.fill(0.0)
     group = c.config.group
-    for i in cutlass.range_constexpr(TILE_ROWS // _LANES):
-        at = i * _LANES + cute.arch.lane_idx()
+    for i in cutlass.range_constexpr(TILE_ROWS // LANES):
+        at = i * LANES + cute.arch.lane_idx()
         of = cute.arch.shuffle_sync(query, within + at // group)
         q_head = head * group + at % group
         if of >= 0:
@@ -152,12 +153,12 @@ def _write(c: Context, stage: Any, query: Int32, visible: Int32, terms: Any, wit
     """A tile's scalars: what is added in the exponent and in dS, queries, visible keys."""
     lane = cute.arch.lane_idx()
     floats, ints = c.floats, c.ints
-    parts = TILE_ROWS // _LANES
+    parts = TILE_ROWS // LANES
     for i in cutlass.range_constexpr(parts):
-        floats[stage, 0, i * _LANES + lane] = -terms[i] * Float32(_LOG2E)
-        floats[stage, 1, i * _LANES + lane] = -terms[parts + i] * c.numbers.scale
+        floats[stage, 0, i * LANES + lane] = -terms[i] * Float32(_LOG2E)
+        floats[stage, 1, i * LANES + lane] = -terms[parts + i] * c.numbers.scale
         if cutlass.const_expr(c.config.deterministic):
-            floats[stage, 2, i * _LANES + lane] = terms[2 * parts + i]
+            floats[stage, 2, i * LANES + lane] = terms[2 * parts + i]
     slot = lane - within
     if slot >= 0 and slot < c.config.queries:
         ints[stage, c.query_at(slot)] = query
@@ -188,8 +189,11 @@ def _rows(
     head: Int32, stage: Any,
 ) -> None:  # fmt: skip
     barrier = c.barrier(full, stage)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, _ROWS_BYTES)
+    if cutlass.const_expr(full in BY_LANE):
+        arrive_lanes(barrier, _ROWS_BYTES)
+    else:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, _ROWS_BYTES)
     for slot in cutlass.range_constexpr(c.config.queries):
         of = cute.arch.shuffle_sync(query, within + slot)
         for half in cutlass.range_constexpr(HALVES):

@@ -17,6 +17,7 @@ import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 from cutlass import Int32  # noqa: E402
 
+from openmsa.kernels.common.ptx import arrive_lanes  # noqa: E402
 from openmsa.kernels.sm90.forward import forms  # noqa: E402
 from openmsa.kernels.sm90.forward.config import (  # noqa: E402
     BLOCK,
@@ -37,7 +38,9 @@ _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 @cute.jit
 def ask_k(c: Context, maps: Maps, full: Any, buffer: Int32, start: Int32, head: Int32) -> None:
     """K of the block into ``buffer``; ``full`` completes with it."""
-    _ask(c, maps.k, maps.k_at, c.k, c.barrier(full, buffer), (buffer, start, head))
+    barrier = c.barrier(full, buffer)
+    arrive_lanes(barrier, BLOCK_BYTES)
+    _ask(c, maps.k, maps.k_at, c.k, barrier, (buffer, start, head))
 
 
 @cute.jit
@@ -49,8 +52,10 @@ def ask_v(
     Gives the number of times that this warp has changed a block, ``landed`` before."""
     place = (buffer, start, head)
     if keys == BLOCK and unfit == 0:
+        _expect(c.barrier(barriers.V_FULL, buffer))
         _ask(c, maps.v, maps.v_at, c.v, c.barrier(barriers.V_FULL, buffer), place)
     else:
+        _expect(c.barrier(barriers.V_LANDED))
         _ask(c, maps.v, maps.v_at, c.v, c.barrier(barriers.V_LANDED), place)
         c.wait(barriers.V_LANDED, landed)
         landed += 1
@@ -63,12 +68,16 @@ def ask_v(
 
 
 @cute.jit
+def _expect(barrier: Any) -> None:
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, BLOCK_BYTES)
+
+
+@cute.jit
 def _ask(c: Context, atom: Any, at: Any, pointer: Any, barrier: Any, place: Any) -> None:
     buffer, start, head = place
     moved = cute.domain_offset((0, 0, start), at)
     target, source = forms.box_of(atom, moved, pointer, forms.BLOCK_BOX, BLOCK, BUFFERS)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, BLOCK_BYTES)
     for half in cutlass.range_constexpr(HALVES):
         cute.copy(
             atom, source[None, half, head, 0], target[None, 0, half, buffer], tma_bar_ptr=barrier

@@ -85,11 +85,13 @@ class Union(IntEnum):
     COUNT = V_LANDED + 1
 
 
+_LANES = 32
 _ARRIVERS: dict[type[IntEnum], dict[int, int]] = {
     KeyMajor: {
-        KeyMajor.ROWS_FULL: 1,  # the loader, with the bytes it asks for
-        KeyMajor.ROWS_EMPTY: WARPS,  # the warps of the tile's consumer
-        KeyMajor.K_FULL: 1,
+        # Each lane arrives where lanes write and read words themselves, otherwise one of a warp.
+        KeyMajor.ROWS_FULL: _LANES,  # the loader, with the bytes it asks for
+        KeyMajor.ROWS_EMPTY: WARPS * _LANES,  # the warps of the tile's consumer
+        KeyMajor.K_FULL: _LANES,
         KeyMajor.V_FULL: 1,  # the loader, with the bytes, or after it has changed rows
         KeyMajor.BLOCK_EMPTY: WARPS * CONSUMERS,  # the loader, for those without a tile
         KeyMajor.V_LANDED: 1,
@@ -98,9 +100,9 @@ _ARRIVERS: dict[type[IntEnum], dict[int, int]] = {
     Union: {
         Union.ROWS_FULL: 1,
         Union.ROWS_EMPTY: WARPS * UNION_CONSUMERS,
-        Union.K_FULL: 1,
+        Union.K_FULL: _LANES,  # the words of a turn come with K, and go with it
         Union.V_FULL: 1,
-        Union.K_EMPTY: WARPS * UNION_CONSUMERS,
+        Union.K_EMPTY: WARPS * UNION_CONSUMERS * _LANES,
         Union.V_EMPTY: WARPS * UNION_CONSUMERS,
         Union.V_LANDED: 1,
     },

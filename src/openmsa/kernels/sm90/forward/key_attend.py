@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Int64  # noqa: E402
 from cutlass.cute.nvgpu import warpgroup  # noqa: E402
 from cutlass.cutlass_dsl import select_  # noqa: E402
 
-from openmsa.kernels.common.ptx import bulk_store  # noqa: E402
+from openmsa.kernels.common.ptx import arrive_lanes, bulk_store  # noqa: E402
 from openmsa.kernels.sm90.forward import forms, softmax  # noqa: E402
 from openmsa.kernels.sm90.forward.config import (  # noqa: E402
     BLOCK,
@@ -166,9 +166,10 @@ def _store(c: Context, o: Any, stage: Int32) -> None:
 @cute.jit
 def _give_back(c: Context, stage: Int32) -> None:
     """Hand a stage to the loader once its store has read it."""
-    if stage >= 0 and cute.arch.lane_idx() == 0:
+    if stage >= 0:
+        # Of the lanes, one has bulk groups to wait for; the others' are none.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-        c.arrive(KeyMajor.ROWS_EMPTY, stage)
+        arrive_lanes(c.barrier(KeyMajor.ROWS_EMPTY, stage))
 
 
 @cute.jit

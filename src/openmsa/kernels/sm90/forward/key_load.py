@@ -16,6 +16,7 @@ import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 from cutlass import Int32  # noqa: E402
 
+from openmsa.kernels.common.ptx import arrive_lanes  # noqa: E402
 from openmsa.kernels.sm90.forward import forms  # noqa: E402
 from openmsa.kernels.sm90.forward.blocks import ask_k, ask_v  # noqa: E402
 from openmsa.kernels.sm90.forward.config import (  # noqa: E402
@@ -71,7 +72,7 @@ def run(c: Context, maps: Maps) -> None:
         c.wait_free(KeyMajor.ROWS_EMPTY, tile // STAGES, stage)
         with cute.arch.elect_one():
             words[stage, int(Meta.FLAGS)] = Int32(STOP)
-            c.arrive(KeyMajor.ROWS_FULL, stage)
+        arrive_lanes(c.barrier(KeyMajor.ROWS_FULL, stage))
         tile += 1
 
 
@@ -125,7 +126,6 @@ def _tiles(c: Context, maps: Maps, task: Int32, first: Int32, turn: Int32, tile:
             words[stage, int(Meta.HEAD)] = head
             words[stage, int(Meta.START)] = start
             words[stage, int(Meta.KEYS)] = keys
-        cute.arch.sync_warp()
         _rows(c, maps, query, i, head, stage)
         tile += 1
     return tile
@@ -137,8 +137,7 @@ def _rows(c: Context, maps: Maps, query: Int32, i: Int32, head: Int32, stage: In
     box = (c.config.group, 1)
     target, source = forms.box_of(maps.q, maps.q_at, c.rows, box, ROWS, STAGES)
     barrier = c.barrier(KeyMajor.ROWS_FULL, stage)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, TILE_BYTES)
+    arrive_lanes(barrier, TILE_BYTES)
     for at in cutlass.range_constexpr(c.config.queries):
         of = cute.arch.shuffle_sync(query, i * c.config.queries + at)
         for half in cutlass.range_constexpr(HALVES):

@@ -22,6 +22,7 @@ import cutlass.cute as cute  # noqa: E402
 from cutlass import Float32, Int32  # noqa: E402
 from cutlass.cute.nvgpu import warpgroup  # noqa: E402
 
+from openmsa.kernels.common.ptx import arrive_lanes, arrive_warp  # noqa: E402
 from openmsa.kernels.sm90.forward import forms, softmax  # noqa: E402
 from openmsa.kernels.sm90.forward.config import (  # noqa: E402
     BUFFERS,
@@ -68,8 +69,8 @@ def run(c: Context, consumer: Int32) -> None:
         masses.fill(0.0)
         if count == 0:
             c.wait(Union.V_FULL, turn // BUFFERS, turn % BUFFERS)
-            _release(c, Union.K_EMPTY, turn)
-            _release(c, Union.V_EMPTY, turn)
+            arrive_lanes(c.barrier(Union.K_EMPTY, turn % BUFFERS))
+            _release_v(c, turn)
             turn += 1
         else:
             _walk(c, q[None, None, None, place], (o, highs, masses), positions, turn, count)
@@ -107,11 +108,9 @@ def _positions(c: Context, first: Int32) -> Any:
 
 
 @cute.jit
-def _release(c: Context, which: Any, turn: Int32) -> None:
-    """A warp's arrival, after all of its lanes have come here."""
-    cute.arch.sync_warp()
-    if cute.arch.lane_idx() == 0:
-        c.arrive(which, turn % BUFFERS)
+def _release_v(c: Context, turn: Int32) -> None:
+    """The warp is done with V of a turn."""
+    arrive_warp(c.barrier(Union.V_EMPTY, turn % BUFFERS))
 
 
 @cute.jit
@@ -133,14 +132,14 @@ def _walk(c: Context, q: Any, sums: Any, positions: Any, turn: Int32, count: Int
         warpgroup.wait_group(1)
         kept = _online(c, s, highs, masses, positions, last + 1)
         warpgroup.wait_group(0)
-        _release(c, Union.V_EMPTY, last)
+        _release_v(c, last)
         for row in cutlass.range_constexpr(2):
             softmax.scaled(o, row, kept[row])
         _round(c, s, p)
     last = turn + count - 1
     _sum(c, p, v, o, last)
     warpgroup.wait_group(0)
-    _release(c, Union.V_EMPTY, last)
+    _release_v(c, last)
 
 
 @cute.jit
@@ -183,7 +182,7 @@ def _online(c: Context, s: Any, highs: Any, masses: Any, positions: Any, turn: I
             if (members >> local & 1) == 0:
                 visible = Int32(0)
             softmax.hide(s, row, column, visible)
-    _release(c, Union.K_EMPTY, turn)
+    arrive_lanes(c.barrier(Union.K_EMPTY, buffer))
     kept = cute.make_rmem_tensor(2, Float32)
     for row in cutlass.range_constexpr(2):
         top = cute.arch.fmax(highs[row], softmax.highest(s, row) * c.numbers.scale_log2)

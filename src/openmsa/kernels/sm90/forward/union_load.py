@@ -10,6 +10,7 @@ import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 from cutlass import Int32  # noqa: E402
 
+from openmsa.kernels.common.ptx import arrive_lanes  # noqa: E402
 from openmsa.kernels.sm90.forward import forms  # noqa: E402
 from openmsa.kernels.sm90.forward.blocks import ask_k, ask_v  # noqa: E402
 from openmsa.kernels.sm90.forward.config import (  # noqa: E402
@@ -52,8 +53,7 @@ def run(c: Context, maps: Maps) -> None:
                 turn, landed = _blocks(c, maps, (tile, head, first), turn, landed)
         taken = take(t.counter.iterator)
     _name(c, turn, Int32(STOP), Int32(0))
-    with cute.arch.elect_one():
-        c.arrive(Union.K_FULL, turn % BUFFERS)
+    arrive_lanes(c.barrier(Union.K_FULL, turn % BUFFERS))
 
 
 @cute.jit
@@ -64,15 +64,13 @@ def _name(c: Context, turn: Int32, tile: Int32, left: Int32) -> None:
     if cute.arch.lane_idx() == 0:
         words[buffer, int(UnionMeta.TILE)] = tile
         words[buffer, int(UnionMeta.LEFT)] = left
-    cute.arch.sync_warp()
 
 
 @cute.jit
 def _nothing(c: Context, turn: Int32) -> None:
     """A turn without a block."""
     buffer = turn % BUFFERS
-    with cute.arch.elect_one():
-        c.arrive(Union.K_FULL, buffer)
+    arrive_lanes(c.barrier(Union.K_FULL, buffer))
     c.wait_free(Union.V_EMPTY, turn // BUFFERS, buffer)
     with cute.arch.elect_one():
         c.arrive(Union.V_FULL, buffer)
@@ -98,7 +96,6 @@ def _blocks(
             words[buffer, int(UnionMeta.MEMBERS)] = members
             words[buffer, int(UnionMeta.KEYS)] = keys
             words[buffer, int(UnionMeta.POSITION)] = position
-        cute.arch.sync_warp()
         its_start, its_keys = cute.arch.shuffle_sync(start, i), cute.arch.shuffle_sync(keys, i)
         ask_k(c, maps, Union.K_FULL, buffer, its_start, head)
         c.wait_free(Union.V_EMPTY, turn // BUFFERS, buffer)
