@@ -110,3 +110,14 @@ def test_every_barrier_is_arrived_at_as_often_as_it_waits(
     expected = {barrier.name: count for barrier, count in config.ARRIVERS.items()}
     check_arrivals(expected, arriving)
     assert set(arriving) == set(expected) == {b.name for b in config.Barrier} - {"COUNT"}
+
+
+def test_tasks_of_the_sm90_backward_are_neither_short_nor_cut_in_two() -> None:
+    """A document of 16,384 queries, one of 32,768, and a rank's 12,288 of 196,608 keys."""
+    for queries, keys, window in (
+        (16384, 16384, 1024),
+        (32768, 32768, 2048),
+        (12288, 196608, 2048),
+    ):
+        edges, rows = queries * 16, keys // 128
+        assert sm90.window_of(1024 * edges / (rows * queries)) == window

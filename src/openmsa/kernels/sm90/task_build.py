@@ -9,7 +9,7 @@ require_cute_dsl()
 from openmsa.contract.key_schedule import KeySchedule  # noqa: E402
 from openmsa.contract.tasks import BackwardTasks  # noqa: E402
 from openmsa.kernels.build import Build  # noqa: E402
-from openmsa.kernels.sm90.backward.config import CHUNK, window_of  # noqa: E402
+from openmsa.kernels.sm90.backward.config import CHUNK, WINDOWS, window_of  # noqa: E402
 from openmsa.kernels.stages import tasks  # noqa: E402
 
 __all__ = ["builds", "task_build"]
@@ -29,11 +29,12 @@ def task_build(
     Raises:
         UnsupportedProblem: more bins than 32-bit offsets count.
     """
-    window = window or window_of(num_queries)
+    if window is None:
+        edges = schedule.queries.shape[1]
+        window = window_of(1024 * edges / max(1, schedule.num_rows * num_queries))
     return tasks.tasks_of(schedule, CHUNK, num_queries, window, even=True)
 
 
 def builds(arch: str) -> tuple[Build, ...]:
     """What :func:`task_build` compiles."""
-    windows = (window_of(0), window_of(2**31))
-    return tuple(tasks.build(arch, CHUNK, window, even=True) for window in windows)
+    return tuple(tasks.build(arch, CHUNK, window, even=True) for window in WINDOWS)

@@ -65,11 +65,12 @@ def run(c: Context, consumer: Int32) -> None:
         warpgroup.wait_group(0)
         if cute.arch.lane_idx() == 0:
             c.arrive(KeyMajor.ROWS_READ, consumer)
+        places = _places(c, stage)
         highs, masses, p = _softmax(c, s, stage, flags)
         c.wait(KeyMajor.V_FULL, parity, buffer)
         o = s  # the scores' registers are free once P is rounded
         forms.multiply(forms.sums(c.dtype), p, v[None, None, None, buffer], o, False)
-        factors = _close(c, highs, masses, stage)
+        factors, lses = _close(highs, masses)
         warpgroup.wait_group(0)
         if (flags & CLOSES) != 0 and cute.arch.lane_idx() == 0:
             c.arrive(KeyMajor.BLOCK_EMPTY, buffer)
@@ -78,7 +79,9 @@ def run(c: Context, consumer: Int32) -> None:
         if (flags & UNFIT) != 0:
             _add_unfit(c, o, stage)
         c.wait(KeyMajor.ROWS_READ, tile // CONSUMERS, consumer)
-        _store(c, o, stage)
+        _store(c, o, stage, places)
+        # Last: the fence in the store would wait for these to have arrived.
+        _store_lse(c, lses, places)
         held = stage
         tile += CONSUMERS
         c.wait(KeyMajor.ROWS_FULL, tile // STAGES, tile % STAGES)
@@ -113,33 +116,44 @@ def _softmax(c: Context, s: Any, stage: Int32, flags: Int32) -> Any:
 
 
 @cute.jit
-def _close(c: Context, highs: Any, masses: Any, stage: Int32) -> Any:
-    """Store the two rows' partial lse; gives what their sums are to be multiplied with."""
-    first, column = softmax.lane_rows()
-    slot_lse = c.tensors.slot_lse
+def _places(c: Context, stage: Int32) -> Any:
+    """The slots of this thread's two rows, -1 where there is none."""
+    first, _ = softmax.lane_rows()
+    found = cute.make_rmem_tensor(2, Int32)
+    for row in cutlass.range_constexpr(2):
+        query = first + 8 * row >> c.config.shift
+        found[row] = c.words[stage, int(Meta.COUNT) + c.config.queries + query]
+    return found
+
+
+@cute.jit
+def _close(highs: Any, masses: Any) -> Any:
+    """What the sums of the two rows are to be multiplied with, and their partial lse, base 2."""
     factors = cute.make_rmem_tensor(2, Float32)
+    lses = cute.make_rmem_tensor(2, Float32)
     for row in cutlass.range_constexpr(2):
         mass = softmax.total(masses[row])
-        at = first + 8 * row
-        place = _place(c, stage, at)
-        if column == 0 and place >= 0:
-            lse = highs[row] + cute.math.log2(mass, fastmath=True)
-            slot_lse[place, at & c.config.group - 1] = lse
-        factors[row] = 1.0 / mass
+        lses[row] = highs[row] + cute.math.log2(mass, fastmath=True)
+        factors[row] = cute.arch.rcp_approx(mass)
         if mass == 0.0:
             factors[row] = Float32(0.0)
-    return factors
+    return factors, lses
 
 
 @cute.jit
-def _place(c: Context, stage: Int32, row: Int32) -> Int32:
-    """The slot of a row's query, or -1."""
-    return c.words[stage, int(Meta.COUNT) + c.config.queries + (row >> c.config.shift)]
+def _store_lse(c: Context, lses: Any, places: Any) -> None:
+    """The two rows' partial lse: one lane of each four has it to store."""
+    first, column = softmax.lane_rows()
+    slot_lse = c.tensors.slot_lse
+    for row in cutlass.range_constexpr(2):
+        if column == 0 and places[row] >= 0:
+            slot_lse[places[row], first + 8 * row & c.config.group - 1] = lses[row]
 
 
 @cute.jit
-def _store(c: Context, o: Any, stage: Int32) -> None:
-    """This warp's rows, through their place in the stage, into slots."""
+def _store(c: Context, o: Any, stage: Int32, places: Any) -> None:
+    """This warp's rows, through their place in the stage, into slots. The first lane's rows are the
+    warp's first and its ninth: where a warp has two queries, their first rows."""
     group = c.config.group
     address = c.rows.toint().to(Int32) + stage * TILE_BYTES
     softmax.stage_out(o, c.dtype, address)
@@ -148,8 +162,7 @@ def _store(c: Context, o: Any, stage: Int32) -> None:
     if cute.arch.lane_idx() == 0:
         first = cute.arch.warp_idx() % WARPS * _WARP_ROWS
         for at in cutlass.range_constexpr(0, _WARP_ROWS, min(_WARP_ROWS, group)):
-            row = first + at
-            place = _place(c, stage, row)
+            row, place = first + at, places[at // 8]
             if place >= 0:
                 to = c.tensors.slots.iterator + (
                     Int64(place) * (group * HEAD_DIM) + (row & group - 1) * CHANNELS

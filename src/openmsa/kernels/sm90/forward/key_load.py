@@ -54,17 +54,18 @@ def run(c: Context, maps: Maps) -> None:
         landed = _block(c, maps, task, turn, landed)
     while task >= 0:
         count = tasks[task, 3]
-        following = Int32(-1)
         tiles = (count + c.config.queries - 1) // c.config.queries
         if tiles < CONSUMERS and cute.arch.lane_idx() == 0:
             # The others' arrivals, for consumers that have no tile of this block.
             c.arrive(KeyMajor.BLOCK_EMPTY, turn % BUFFERS, WARPS * (CONSUMERS - tiles))
-        for first in cutlass.range(0, count, _LANES, unroll=1):
+        tile = _tiles(c, maps, task, Int32(0), turn, tile)
+        # Not within the loop: ptxas then holds all of it for divergent, and issues every copy in a
+        # loop over lanes (8 copies a tile kept the loader busy all of the time, H200, 2026-12).
+        following = next_task(c)
+        if following >= 0:
+            landed = _block(c, maps, following, turn + 1, landed)
+        for first in cutlass.range(_LANES, count, _LANES, unroll=1):
             tile = _tiles(c, maps, task, first, turn, tile)
-            if first == 0:
-                following = next_task(c)
-                if following >= 0:
-                    landed = _block(c, maps, following, turn + 1, landed)
         turn += 1
         task = following
     for _ in cutlass.range(CONSUMERS, unroll=1):
