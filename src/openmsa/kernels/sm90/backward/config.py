@@ -56,9 +56,9 @@ def window_of(queries_per_block: float) -> int:
     """One of `WINDOWS`, for key blocks that are read by ``queries_per_block`` of 1,024 queries.
 
     The short one cost the same at 16,384 queries of a document, where a block is read by 128
-    (H200, 2026-12), and leaves fewer blocks whose queries of a window take more than one task. Where
-    12,288 queries read 1,536 blocks, it leaves tasks of 11 queries, each of which brings a block and
-    adds up dk and dv: forward and backward then took 6.8 ms instead of 6.5.
+    (H200, 2026-12), and leaves fewer blocks whose queries of a window take more than one task.
+    Where 12,288 queries read 1,536 blocks, it leaves tasks of 11 queries, each of which brings a
+    block and adds up dk and dv: forward and backward then took 6.8 ms instead of 6.5.
     """
     return WINDOWS[0] if queries_per_block > 64 else WINDOWS[1]
 

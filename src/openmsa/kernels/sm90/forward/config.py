@@ -47,8 +47,8 @@ CONSUMERS = 2
 STAGES = 6
 """Key-major tiles in flight, those that consumers hold included."""
 
-REGISTERS = (232, 40)
-"""Of a consumer's thread, and of a loader's."""
+REGISTERS = {2: (232, 40), 3: (160, 32)}
+"""Of a consumer's thread, and of a loader's, by consumers."""
 
 UNION_CONSUMERS = 2
 UNION_ROWS = UNION_CONSUMERS * ROWS
@@ -164,7 +164,7 @@ class Config:
     def check(self) -> None:
         """Raise ValueError where a thread block would take more than an SM has."""
         for consumers in (CONSUMERS, UNION_CONSUMERS):
-            most, least = REGISTERS
+            most, least = REGISTERS[consumers]
             check_registers({"attend": (consumers * WARPS, most), "load": (WARPS, least)})
         check_shared(self.shared_bytes)
         check_shared(self.union_bytes)

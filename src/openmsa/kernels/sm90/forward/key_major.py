@@ -67,7 +67,7 @@ class KeyMajorForward:
             (STAGES, self.config.words),
         )  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        most, least = REGISTERS
+        most, least = REGISTERS[CONSUMERS]
         if warp < WARPS * CONSUMERS:
             cute.arch.setmaxregister_increase(most)
             key_attend.run(c, warp // WARPS)

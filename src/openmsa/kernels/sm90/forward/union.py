@@ -69,7 +69,7 @@ class UnionForward:
             UNION_TILES * UNION_CONSUMERS, (BUFFERS, int(UnionMeta.COUNT)),
         )  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        most, least = REGISTERS
+        most, least = REGISTERS[UNION_CONSUMERS]
         if warp < WARPS * UNION_CONSUMERS:
             cute.arch.setmaxregister_increase(most)
             union_attend.run(c, warp // WARPS)
