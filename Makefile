@@ -90,9 +90,10 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-# A file's tests stay together, as they share what is costly to make.
+# A file's tests stay together, as they share what is costly to make; in the order of tests/conftest.py,
+# which has the files that take minutes first.
 pytest: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -25,6 +25,27 @@ from openmsa.testing import (
 BACKENDS = ("reference", "cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+LONG = (
+    "sm90/test_backward.py",
+    "triton_stages/test_ahead.py",
+    "sm100/test_backward.py",
+    "triton_stages/test_interpreter.py",
+    "sm90/test_forward.py",
+    "ptxsim/test_kernels_peers.py",
+    "stages/test_backward.py",
+)
+"""Files that take minutes, the longest first: two processes then end at about the same time."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files of `LONG` before all others."""
+
+    def place(item: pytest.Item) -> int:
+        found = [i for i, name in enumerate(LONG) if item.path.as_posix().endswith(f"/{name}")]
+        return found[0] if found else len(LONG)
+
+    items.sort(key=place)
+
 
 @dataclass(frozen=True)
 class Trial:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import openmsa
+from machine_code import check_copies
 from openmsa.cli.main import main
 from openmsa.errors import UnavailableError, UnsupportedProblem
 from openmsa.kernels import catalogue
@@ -266,3 +267,4 @@ def test_the_main_kernel_fits_and_issues_no_more_than_it_needs(arch: str, tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == {"out", "cache"}
     assert f".target {arch}" in (tmp_path / "out" / "backward.ptx").read_text()
     assert (tmp_path / "out" / "backward.cubin").read_bytes()[:4] == b"\x7fELF"
+    check_copies(tmp_path / "out" / "backward.cubin")
