@@ -13,8 +13,6 @@ VENV   := .venv
 # Idle OpenMP threads sleep instead of spinning: where the cores are shared, that is ten times faster.
 export OMP_WAIT_POLICY ?= PASSIVE
 BIN    := $(VENV)/bin
-# Modules are compiled when they are first imported: of all that torch and others bring, few ever are.
-INSTALL := pip install --quiet --no-compile
 
 .PHONY: help demo test lint types pytest sim example integrations integrations-transformers \
   integrations-automodel clean
@@ -35,15 +33,15 @@ $(BIN)/python:
 # torch comes first and by an exact version: left to the resolver, a plain requirement may bring a build
 # of several gigabytes.
 $(VENV)/.torch: | $(BIN)/python
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m $(INSTALL) "$(TORCH)"
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch
-	@$(BIN)/python -m $(INSTALL) --editable '.[plot]'
+	@$(BIN)/python -m pip install --quiet --editable '.[plot]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
-	@$(BIN)/python -m $(INSTALL) --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
 demo: $(VENV)/.demo
@@ -51,7 +49,7 @@ demo: $(VENV)/.demo
 	$(BIN)/openmsa run --plot out/demo.png --json out/demo.json
 
 $(VENV)/.example: pyproject.toml $(VENV)/.torch
-	@$(BIN)/python -m $(INSTALL) --editable '.[plot,transformers]'
+	@$(BIN)/python -m pip install --quiet --editable '.[plot,transformers]'
 	@touch $@
 
 example: $(VENV)/.example
@@ -65,7 +63,7 @@ integrations-transformers:
 	  environment=.venv-transformers-$$(echo "$$version" | tr -dc '0-9.=' | tr '=' '-'); \
 	  echo "transformers $$version in $$environment"; \
 	  test -x $$environment/bin/python || $(PYTHON) -m venv $$environment || exit 1; \
-	  $$environment/bin/python -m $(INSTALL) "$(TORCH)" && \
+	  $$environment/bin/python -m pip install --quiet "$(TORCH)" && \
 	  $$environment/bin/python -m pip install --quiet --editable . pytest matplotlib \
 	    "transformers$$version" 'accelerate>=1.1' && \
 	  $$environment/bin/python -m pytest -q tests/integrations || exit 1; \
@@ -75,7 +73,7 @@ integrations-transformers:
 integrations-automodel:
 	@environment=.venv-automodel; echo "nemo-automodel 0.7 in $$environment"; \
 	  test -x $$environment/bin/python || $(PYTHON) -m venv $$environment || exit 1; \
-	  $$environment/bin/python -m $(INSTALL) "$(TORCH)" && \
+	  $$environment/bin/python -m pip install --quiet "$(TORCH)" && \
 	  $$environment/bin/python -m pip install --quiet --editable '.[automodel]' pytest && \
 	  $$environment/bin/python -m pytest -q tests/integrations/test_automodel*.py
 
