@@ -13,6 +13,10 @@ VENV   := .venv
 # Idle OpenMP threads sleep instead of spinning: where the cores are shared, that is ten times faster.
 export OMP_WAIT_POLICY ?= PASSIVE
 BIN    := $(VENV)/bin
+# Not by pip, which compiles module after module in one process. Some packages bring files for other
+# versions of Python, which do not compile; no more than for pip is that an error.
+INSTALL := pip install --quiet --no-compile
+COMPILE := -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 
 .PHONY: help demo test lint types pytest sim example integrations integrations-transformers \
   integrations-automodel clean
@@ -33,15 +37,17 @@ $(BIN)/python:
 # torch comes first and by an exact version: left to the resolver, a plain requirement may bring a build
 # of several gigabytes.
 $(VENV)/.torch: | $(BIN)/python
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m $(INSTALL) "$(TORCH)"
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch
-	@$(BIN)/python -m pip install --quiet --editable '.[plot]'
+	@$(BIN)/python -m $(INSTALL) --editable '.[plot]'
+	@$(BIN)/python $(COMPILE)
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
-	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@$(BIN)/python -m $(INSTALL) --editable '.[dev]'
+	@$(BIN)/python $(COMPILE)
 	@touch $@
 
 demo: $(VENV)/.demo
@@ -49,7 +55,8 @@ demo: $(VENV)/.demo
 	$(BIN)/openmsa run --plot out/demo.png --json out/demo.json
 
 $(VENV)/.example: pyproject.toml $(VENV)/.torch
-	@$(BIN)/python -m pip install --quiet --editable '.[plot,transformers]'
+	@$(BIN)/python -m $(INSTALL) --editable '.[plot,transformers]'
+	@$(BIN)/python $(COMPILE)
 	@touch $@
 
 example: $(VENV)/.example
