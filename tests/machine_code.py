@@ -20,8 +20,6 @@ def check_copies(cubin: Path) -> None:
     if triton is None or triton.origin is None:
         pytest.skip("needs the tools of pip install triton")
     tool = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    code = subprocess.run(
-        [tool, "-c", cubin], check=True, capture_output=True, text=True
-    ).stdout  # fmt: skip
+    code = subprocess.run([tool, "-c", cubin], check=True, capture_output=True, text=True).stdout
     assert COPY.search(code), f"{cubin.name} asks for nothing"
     assert not OVER_LANES.search(code), cubin.name

@@ -11,7 +11,8 @@ import pytest
 
 from machine_code import check_copies
 
-pytest.importorskip("cutlass", reason="needs the CuTe DSL: pip install 'openmsa[cute]'")
+for package in ("cutlass", "tvm_ffi"):
+    pytest.importorskip(package, reason="needs the CuTe DSL: pip install 'openmsa[cute]'")
 
 
 def test_no_copy_is_issued_in_a_loop_over_lanes(tmp_path: Path) -> None:

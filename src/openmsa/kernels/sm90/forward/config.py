@@ -35,6 +35,7 @@ BLOCK_BYTES = BLOCK * HEAD_DIM * 2
 BUFFERS = 2
 """Key blocks in flight: K and V of each."""
 
+LANES = 32  # of a warp
 WARPS = 4  # of a warpgroup
 STOP = -1
 """Flags of a tile that is none: there is no more work."""
@@ -85,13 +86,13 @@ class Union(IntEnum):
     COUNT = V_LANDED + 1
 
 
-_LANES = 32
 _ARRIVERS: dict[type[IntEnum], dict[int, int]] = {
     KeyMajor: {
-        # Each lane arrives where lanes write and read words themselves, otherwise one of a warp.
-        KeyMajor.ROWS_FULL: _LANES,  # the loader, with the bytes it asks for
-        KeyMajor.ROWS_EMPTY: WARPS * _LANES,  # the warps of the tile's consumer
-        KeyMajor.K_FULL: _LANES,
+        # Each lane arrives where lanes write and read words themselves, and for K, with which the
+        # union's words come; otherwise one of a warp.
+        KeyMajor.ROWS_FULL: LANES,  # the loader, with the bytes it asks for
+        KeyMajor.ROWS_EMPTY: WARPS * LANES,  # the warps of the tile's consumer
+        KeyMajor.K_FULL: LANES,
         KeyMajor.V_FULL: 1,  # the loader, with the bytes, or after it has changed rows
         KeyMajor.BLOCK_EMPTY: WARPS * CONSUMERS,  # the loader, for those without a tile
         KeyMajor.V_LANDED: 1,
@@ -100,9 +101,9 @@ _ARRIVERS: dict[type[IntEnum], dict[int, int]] = {
     Union: {
         Union.ROWS_FULL: 1,
         Union.ROWS_EMPTY: WARPS * UNION_CONSUMERS,
-        Union.K_FULL: _LANES,  # the words of a turn come with K, and go with it
+        Union.K_FULL: LANES,  # the words of a turn come with K, and go with it
         Union.V_FULL: 1,
-        Union.K_EMPTY: WARPS * UNION_CONSUMERS * _LANES,
+        Union.K_EMPTY: WARPS * UNION_CONSUMERS * LANES,
         Union.V_EMPTY: WARPS * UNION_CONSUMERS,
         Union.V_LANDED: 1,
     },

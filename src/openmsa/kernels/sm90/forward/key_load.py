@@ -25,6 +25,7 @@ from openmsa.kernels.sm90.forward.config import (  # noqa: E402
     CLOSES,
     CONSUMERS,
     HALVES,
+    LANES,
     MASKED,
     PARITY,
     ROWS,
@@ -40,8 +41,6 @@ from openmsa.kernels.sm90.forward.context import Context, Maps  # noqa: E402
 from openmsa.kernels.sm90.forward.walk import next_task  # noqa: E402
 
 __all__ = ["run"]
-
-_LANES = 32
 
 
 @cute.jit
@@ -64,7 +63,7 @@ def run(c: Context, maps: Maps) -> None:
         following = next_task(c)
         if following >= 0:
             landed = _block(c, maps, following, turn + 1, landed)
-        for first in cutlass.range(_LANES, count, _LANES, unroll=1):
+        for first in cutlass.range(LANES, count, LANES, unroll=1):
             tile = _tiles(c, maps, task, first, turn, tile)
         turn += 1
         task = following
@@ -108,7 +107,7 @@ def _tiles(c: Context, maps: Maps, task: Int32, first: Int32, turn: Int32, tile:
     if t.unfit[head, row] != 0:
         flags |= UNFIT
     masked = cute.arch.vote_ballot_sync(visible < BLOCK)
-    tiles = (min(count - first, _LANES) + queries - 1) // queries
+    tiles = (min(count - first, LANES) + queries - 1) // queries
     closing = (count - first + queries - 1) // queries - CONSUMERS
     for i in cutlass.range(tiles, unroll=1):
         stage = tile % STAGES

@@ -16,6 +16,7 @@ from openmsa.kernels.sm90.forward.blocks import ask_k, ask_v  # noqa: E402
 from openmsa.kernels.sm90.forward.config import (  # noqa: E402
     BUFFERS,
     HALVES,
+    LANES,
     ROWS,
     STOP,
     TILE_BYTES,
@@ -28,8 +29,6 @@ from openmsa.kernels.sm90.forward.context import Context, Maps  # noqa: E402
 from openmsa.kernels.sm90.forward.walk import take, union_wins  # noqa: E402
 
 __all__ = ["run"]
-
-_LANES = 32
 
 
 @cute.jit
@@ -49,7 +48,7 @@ def run(c: Context, maps: Maps) -> None:
                 _name(c, turn, tile * heads + head, count)
                 _nothing(c, turn)
                 turn += 1
-            for first in cutlass.range(0, count, _LANES, unroll=1):
+            for first in cutlass.range(0, count, LANES, unroll=1):
                 turn, landed = _blocks(c, maps, (tile, head, first), turn, landed)
         taken = take(t.counter.iterator)
     _name(c, turn, Int32(STOP), Int32(0))
@@ -88,7 +87,7 @@ def _blocks(
     mine = min(first + lane, count - 1)
     row, members = t.lists[tile, head, mine, 0], t.lists[tile, head, mine, 1]
     start, keys, position = t.blocks[row, 0], t.blocks[row, 1], t.blocks[row, 2]
-    for i in cutlass.range(min(count - first, _LANES), unroll=1):
+    for i in cutlass.range(min(count - first, LANES), unroll=1):
         buffer = turn % BUFFERS
         _name(c, turn, tile * heads + head, count - first - i)
         if lane == i:
