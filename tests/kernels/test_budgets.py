@@ -117,7 +117,7 @@ def test_tasks_of_the_sm90_backward_are_neither_short_nor_cut_in_two() -> None:
     for queries, keys, window in (
         (16384, 16384, 1024),
         (32768, 32768, 2048),
-        (12288, 196608, 2048),
+        (12288, 196608, 4096),
     ):
         edges, rows = queries * 16, keys // 128
         assert sm90.window_of(1024 * edges / (rows * queries)) == window

@@ -48,19 +48,24 @@ _WARPS = 4  # of a warpgroup
 REGISTERS = {"consumers": 240, "producer": 24}
 
 
-WINDOWS = (1024, 2048)
-"""Queries of a window of the work order, so that a window's dq stays in the L2 cache."""
+WINDOWS = (1024, 2048, 4096)
+"""Queries of a window of the work order, so that a window's dq stays in the L2 cache: with 64 heads
+1,024 queries have 32 MiB of it."""
 
 
 def window_of(queries_per_block: float) -> int:
     """One of `WINDOWS`, for key blocks that are read by ``queries_per_block`` of 1,024 queries.
 
-    The short one cost the same at 16,384 queries of a document, where a block is read by 128
-    (H200, 2026-12), and leaves fewer blocks whose queries of a window take more than one task.
-    Where 12,288 queries read 1,536 blocks, it leaves tasks of 11 queries, each of which brings a
-    block and adds up dk and dv: forward and backward then took 6.8 ms instead of 6.5.
+    The short one costs the same at 16,384 queries of a document, where a block is read by 128, and
+    leaves fewer blocks whose queries of a window take more than one task. Below 64 the second is 2%
+    faster for one document, and equal for packed ones. Every task brings a block and adds up dk and
+    dv, as much work as ten queries' or so: where 12,288 queries read 1,449 blocks, tasks of windows
+    of 1,024 have 11 queries, and the backward takes 7.1 ms; with 2,048, 4,096 and 8,192 it takes
+    5.5, 5.2 and 5.2 (H200, 2026-12).
     """
-    return WINDOWS[0] if queries_per_block > 64 else WINDOWS[1]
+    if queries_per_block > 64:
+        return WINDOWS[0]
+    return WINDOWS[1] if queries_per_block > 16 else WINDOWS[2]
 
 
 class Barrier(IntEnum):

@@ -44,7 +44,10 @@ CHUNK = 128
 """Queries of a key-major task. K and V are read once a task. On an H200 (2026-12) 256 took 0.2 of
 7.6 ms longer at 32,768 queries, as thread blocks end further apart."""
 
-CONSUMERS = 2
+CONSUMERS = 3
+"""Of the key-major kernel, whose launches take 5 to 8% longer with two (16,384 and 32,768 queries,
+H200, 2026-12)."""
+
 STAGES = 6
 """Key-major tiles in flight, those that consumers hold included."""
 
