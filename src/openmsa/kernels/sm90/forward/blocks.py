@@ -77,10 +77,10 @@ def _expect(barrier: Any) -> None:
 def _ask(c: Context, atom: Any, at: Any, pointer: Any, barrier: Any, place: Any) -> None:
     buffer, start, head = place
     moved = cute.domain_offset((0, 0, start), at)
-    target, source = forms.box_of(atom, moved, pointer, forms.BLOCK_BOX, BLOCK, BUFFERS)
+    target, source = forms.block_box(atom, moved, pointer)
     for half in cutlass.range_constexpr(HALVES):
         cute.copy(
-            atom, source[None, half, head, 0], target[None, 0, half, buffer], tma_bar_ptr=barrier
+            atom, source[None, half, head, 0], target[None, half, buffer], tma_bar_ptr=barrier
         )
 
 

@@ -35,6 +35,11 @@ BLOCK_BYTES = BLOCK * HEAD_DIM * 2
 BUFFERS = 2
 """Key blocks in flight: K and V of each."""
 
+EIGHT = 8
+"""Rows of the atom of a 128-byte swizzle, 1,024 bytes. A tile of rows is ``[eight, half, row of
+eight, channel]``, so that one copy brings all channels of a query's heads, and a query's rows are
+one piece of memory."""
+
 LANES = 32  # of a warp
 WARPS = 4  # of a warpgroup
 STOP = -1

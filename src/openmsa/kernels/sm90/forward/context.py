@@ -30,8 +30,9 @@ class KeyTensors(NamedTuple):
         unfit: int32 ``[Hkv, rows]``: not 0 where V has a value that is not finite.
         tally: int32 ``[windows, Hkv, 3]``; see `survey`.
         v: ``[Tk, Hkv, D]``, for such values.
-        slots: ``[window * Hkv * topk, group * D]``: partial outputs, each ``[half, head, 64]`` with
-            the eight 16-byte pieces of a half row in the order of the shared memory they come from.
+        slots: ``[window * Hkv * topk, group * D]``: partial outputs, each ``[head / 8, half,
+            head % 8, 64]`` with the eight 16-byte pieces of a half row in the order of the shared
+            memory they come from.
         slot_lse: fp32 ``[window * Hkv * topk, group]``, base 2.
     """
 

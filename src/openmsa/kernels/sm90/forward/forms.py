@@ -20,21 +20,19 @@ from openmsa.kernels.sm90.forward.config import (  # noqa: E402
     BLOCK,
     BUFFERS,
     CHANNELS,
+    EIGHT,
     HALVES,
     HEAD_DIM,
     ROWS,
 )
 
 __all__ = [
-    "BLOCK_BOX", "box_of", "k_operand", "map_of", "multiply", "q_operand", "scores", "sums",
-    "v_operand", "weights", "zeros",
+    "block_box", "block_map", "k_operand", "multiply", "q_operand", "rows_box", "rows_map",
+    "scores", "sums", "v_operand", "weights", "zeros",
 ]  # fmt: skip
 
-_HALF = ROWS * CHANNELS
+_EIGHT = EIGHT * CHANNELS
 _BLOCK_HALF = BLOCK * CHANNELS
-
-BLOCK_BOX = (1, BLOCK)
-"""Heads and rows of a box of K or V."""
 
 
 def scores(dtype: Any) -> Any:
@@ -65,9 +63,10 @@ def weights(dtype: Any) -> Any:
 
 
 def q_operand(dtype: Any, pointer: Any, tiles: int) -> Any:
-    """Of ``tiles`` tiles of rows, ``[half, row, channel]`` each in shared memory."""
+    """Of ``tiles`` tiles of rows, in the order of `config.EIGHT` each in shared memory."""
     layout = cute.make_layout(
-        (ROWS, (CHANNELS, HALVES), tiles), stride=(CHANNELS, (1, _HALF), HALVES * _HALF)
+        ((EIGHT, ROWS // EIGHT), (CHANNELS, HALVES), tiles),
+        stride=((CHANNELS, HALVES * _EIGHT), (1, _EIGHT), ROWS * HEAD_DIM),
     )
     form = scores(dtype)
     return form.make_fragment_A(form.get_slice(0).partition_A(_swizzled(pointer, layout)))
@@ -107,11 +106,10 @@ def multiply(form: Any, a: Any, b: Any, total: Any, adds: bool) -> None:
     warpgroup.commit_group()
 
 
-def map_of(x: cute.Tensor, box: tuple[int, int]) -> Any:
-    """A tensor map over ``x [row, head, channel]`` whose box has 64 channels of (heads, rows),
-    heads before rows. The copy atom, and coordinates ``(channel, head, row)``."""
-    heads, rows = box
-    shared = cute.make_layout((CHANNELS, heads, rows), stride=(1, CHANNELS, heads * CHANNELS))
+def block_map(x: cute.Tensor) -> Any:
+    """A tensor map over K or V, ``x [key, head, channel]``, whose box has 64 channels of a block's
+    keys. The copy atom, and coordinates ``(channel, head, key)``."""
+    shared = _half_layout()
     swizzled = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, shared)
     moved = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 1, 0]))
     op = cpasync.CopyBulkTensorTileG2SOp()
@@ -119,24 +117,59 @@ def map_of(x: cute.Tensor, box: tuple[int, int]) -> Any:
     return info[0], info[1]
 
 
-def box_of(
-    atom: Any, at: Any, pointer: Any, box: tuple[int, int], tile_rows: int, tiles: int
-) -> Any:
-    """What `cute.copy` takes: targets ``[., box, half, tile]`` and sources ``[., half, head box,
-    row box]``, of boxes of (heads, rows).
-
-    ``tiles`` tiles lie at ``pointer``, each ``[half, box, row, head, channel]``.
-    """
-    heads, rows = box
-    size, half = rows * heads * CHANNELS, tile_rows * CHANNELS
-    shared = _swizzled(
-        pointer,
-        cute.make_layout(
-            ((CHANNELS, heads, rows), half // size, HALVES, tiles),
-            stride=((1, CHANNELS, heads * CHANNELS), size, half, HALVES * half),
-        ),
+def block_box(atom: Any, at: Any, pointer: Any) -> Any:
+    """What `cute.copy` takes: targets ``[., half, buffer]`` of the buffers at ``pointer`` and
+    sources ``[., half, head, block]``."""
+    shared = _half_layout()
+    targets = cute.make_layout(
+        (shared.shape, HALVES, BUFFERS),
+        stride=(shared.stride, _BLOCK_HALF, HALVES * _BLOCK_HALF),
     )
-    boxes = cute.local_tile(at, (CHANNELS, heads, rows), (None, None, None))
+    boxes = cute.local_tile(at, shared.shape, (None, None, None))
     return cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), shared, cute.group_modes(boxes, 0, 3)
+        atom, 0, cute.make_layout(1), _swizzled(pointer, targets), cute.group_modes(boxes, 0, 3)
+    )
+
+
+def _half_layout() -> Any:
+    return cute.make_layout((CHANNELS, 1, BLOCK), stride=(1, CHANNELS, CHANNELS))
+
+
+def rows_map(q: cute.Tensor, box: tuple[int, int]) -> Any:
+    """A tensor map over ``q [query, head, channel]`` whose box has all channels of (heads, queries)
+    in the order of `config.EIGHT`. The copy atom, and coordinates ``(channel of a half, head of
+    eight, half, eight heads, query)``."""
+    shared = _rows_layout(box)
+    swizzled = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, shared)
+    (queries, heads, _), (step, line, _) = q.layout.shape, q.layout.stride
+    moved = cute.make_layout(
+        (CHANNELS, EIGHT, HALVES, heads // EIGHT, queries),
+        stride=(1, line, CHANNELS, line * EIGHT, step),
+    )
+    op = cpasync.CopyBulkTensorTileG2SOp()
+    info = cpasync.make_tiled_tma_atom(
+        op, cute.make_tensor(q.iterator, moved), swizzled, shared.shape
+    )
+    return info[0], info[1]
+
+
+def rows_box(atom: Any, at: Any, pointer: Any, box: tuple[int, int], tiles: int) -> Any:
+    """What `cute.copy` takes: targets ``[., box, tile]`` and sources ``[., head box, query box]``
+    of boxes of (heads, queries), for ``tiles`` tiles of rows at ``pointer``."""
+    shared, size = _rows_layout(box), box[0] * box[1] * HEAD_DIM
+    targets = cute.make_layout(
+        (shared.shape, ROWS * HEAD_DIM // size, tiles),
+        stride=(shared.stride, size, ROWS * HEAD_DIM),
+    )
+    boxes = cute.local_tile(at, shared.shape, (0, 0, 0, None, None))
+    return cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), _swizzled(pointer, targets), cute.group_modes(boxes, 0, 5)
+    )
+
+
+def _rows_layout(box: tuple[int, int]) -> Any:
+    heads, queries = box
+    return cute.make_layout(
+        (CHANNELS, EIGHT, HALVES, heads // EIGHT, queries),
+        stride=(1, CHANNELS, _EIGHT, HALVES * _EIGHT, heads * HEAD_DIM),
     )

@@ -23,10 +23,8 @@ from openmsa.kernels.common.ptx import arrive_lanes, bulk_store  # noqa: E402
 from openmsa.kernels.sm90.forward import forms, softmax  # noqa: E402
 from openmsa.kernels.sm90.forward.config import (  # noqa: E402
     BLOCK,
-    CHANNELS,
     CLOSES,
     CONSUMERS,
-    HALVES,
     HEAD_DIM,
     MASKED,
     PARITY,
@@ -164,15 +162,12 @@ def _store(c: Context, o: Any, stage: Int32, places: Any) -> None:
         for at in cutlass.range_constexpr(0, _WARP_ROWS, min(_WARP_ROWS, group)):
             row, place = first + at, places[at // 8]
             if place >= 0:
-                to = c.tensors.slots.iterator + (
-                    Int64(place) * (group * HEAD_DIM) + (row & group - 1) * CHANNELS
+                bulk_store(
+                    c.tensors.slots.iterator
+                    + (Int64(place) * (group * HEAD_DIM) + (row & group - 1) * HEAD_DIM),
+                    address + row * (HEAD_DIM * 2),
+                    min(_WARP_ROWS, group) * HEAD_DIM * 2,
                 )
-                for half in cutlass.range_constexpr(HALVES):
-                    bulk_store(
-                        to + half * group * CHANNELS,
-                        address + (half * ROWS + row) * (CHANNELS * 2),
-                        min(_WARP_ROWS, group) * CHANNELS * 2,
-                    )
         cute.arch.cp_async_bulk_commit_group()
 
 

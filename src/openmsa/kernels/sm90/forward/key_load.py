@@ -1,7 +1,7 @@
 """The key-major kernel's loader: K and V of each task, and the rows of q of each of its tiles.
 
-A tile's rows are gathered, one box per query of ``group`` heads and 64 channels; a ragged tile asks
-for its last query again, which then has no slot. The next task's block is asked for after the first
+A tile's rows are gathered, one box per query of ``group`` heads; a ragged tile asks for its last
+query again, which then has no slot. The next task's block is asked for after the first
 tiles of this one: by then all consumers are done with the task before, whose buffer it takes.
 """
 
@@ -24,11 +24,9 @@ from openmsa.kernels.sm90.forward.config import (  # noqa: E402
     BUFFERS,
     CLOSES,
     CONSUMERS,
-    HALVES,
     LANES,
     MASKED,
     PARITY,
-    ROWS,
     STAGES,
     STOP,
     TILE_BYTES,
@@ -135,13 +133,9 @@ def _tiles(c: Context, maps: Maps, task: Int32, first: Int32, turn: Int32, tile:
 def _rows(c: Context, maps: Maps, query: Int32, i: Int32, head: Int32, stage: Int32) -> None:
     """Ask for the rows of the lanes' tile ``i``."""
     box = (c.config.group, 1)
-    target, source = forms.box_of(maps.q, maps.q_at, c.rows, box, ROWS, STAGES)
+    target, source = forms.rows_box(maps.q, maps.q_at, c.rows, box, STAGES)
     barrier = c.barrier(KeyMajor.ROWS_FULL, stage)
     arrive_lanes(barrier, TILE_BYTES)
     for at in cutlass.range_constexpr(c.config.queries):
         of = cute.arch.shuffle_sync(query, i * c.config.queries + at)
-        for half in cutlass.range_constexpr(HALVES):
-            cute.copy(
-                maps.q, source[None, half, head, of], target[None, at, half, stage],
-                tma_bar_ptr=barrier,
-            )  # fmt: skip
+        cute.copy(maps.q, source[None, head, of], target[None, at, stage], tma_bar_ptr=barrier)

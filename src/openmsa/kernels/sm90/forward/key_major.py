@@ -48,9 +48,9 @@ class KeyMajorForward:
         """q ``[Tq, Hq, D]``; k, v ``[Tk, Hkv, D]``; channels contiguous."""
         numbers = Numbers(*numbers)
         maps = Maps(
-            *forms.map_of(q, (self.config.group, 1)),
-            *forms.map_of(k, forms.BLOCK_BOX),
-            *forms.map_of(v, forms.BLOCK_BOX),
+            *forms.rows_map(q, (self.config.group, 1)),
+            *forms.block_map(k),
+            *forms.block_map(v),
         )
         self.kernel(maps, KeyTensors(*tensors), numbers).launch(
             grid=(numbers.grid, 1, 1),

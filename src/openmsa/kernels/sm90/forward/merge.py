@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from cutlass import Float32, Int32  # noqa: E402
 
 from openmsa.kernels.common.compile import ANY, Build, fake  # noqa: E402
-from openmsa.kernels.sm90.forward.config import HALVES, HEAD_DIM, Config  # noqa: E402
+from openmsa.kernels.sm90.forward.config import EIGHT, HALVES, HEAD_DIM, Config  # noqa: E402
 from openmsa.kernels.sm90.forward.setup import dtype_of  # noqa: E402
 from openmsa.kernels.sm90.forward.walk import union_wins  # noqa: E402
 
@@ -75,7 +75,8 @@ class Merge:
             count = _count(indices[head, query, None], lane)
             place = (local * heads + head) * topk
             parts = cute.make_rmem_tensor((_PIECE, _BATCH), slots.element_type)
-            inside = (lane // _PIECES * self.group + member) * _PIECES + lane % _PIECES
+            eight = member // EIGHT * HALVES + lane // _PIECES
+            inside = (eight * EIGHT + member % EIGHT) * _PIECES + lane % _PIECES
             self.load(slots, parts, place, count, inside)
             scale, total = self.weights(slot_lse, place, member, lane, count)
             if lane == 0:

@@ -18,7 +18,7 @@ from cutlass import Float32, Int32  # noqa: E402
 from cutlass.cutlass_dsl import select_  # noqa: E402
 
 from openmsa.kernels.common.ptx import store_matrices  # noqa: E402
-from openmsa.kernels.sm90.forward.config import BLOCK, CHANNELS, ROWS  # noqa: E402
+from openmsa.kernels.sm90.forward.config import BLOCK, CHANNELS, EIGHT, HALVES  # noqa: E402
 
 __all__ = ["exponentials", "hide", "highest", "lane_rows", "scaled", "stage_out", "total"]
 
@@ -85,16 +85,16 @@ def scaled(o: Any, row: Any, factor: Float32) -> None:
 
 @cute.jit
 def stage_out(o: Any, dtype: Any, address: Int32) -> None:
-    """Write this warp's 16 rows into the tile ``[half, row, channel]`` at ``address`` of shared
-    memory, in the swizzled order that the copy engine has for 128-byte rows."""
+    """Write this warp's 16 rows into the tile at ``address`` of shared memory, ordered as by
+    `config.EIGHT`, and swizzled as the copy engine does 128-byte rows."""
     rounded = cute.make_rmem_tensor(o.shape, dtype)
     rounded.store(o.load().to(dtype))
     words = cute.recast_tensor(rounded, Int32)
     thread = cute.arch.thread_idx()[0]
     row = (thread >> 1 & 0x30) + (thread & 15)
-    first = address + row * (CHANNELS * 2)
+    first = address + (row // EIGHT * (HALVES * EIGHT) + row % EIGHT) * (CHANNELS * 2)
     piece = (thread >> 4 & 1) ^ (thread & 7)
     for group in cutlass.range_constexpr(0, _GROUPS, 2):
         half, inside = group // 8, group % 8
-        to = first + half * (ROWS * CHANNELS * 2) + ((piece ^ inside) << 4)
+        to = first + half * (EIGHT * CHANNELS * 2) + ((piece ^ inside) << 4)
         store_matrices(to, [words[2 * group + i] for i in range(4)])

@@ -50,9 +50,9 @@ class UnionForward:
         """q ``[Tq, Hq, D]``; k, v ``[Tk, Hkv, D]``; channels contiguous."""
         numbers = Numbers(*numbers)
         maps = Maps(
-            *forms.map_of(q, (self.config.group, self.config.queries)),
-            *forms.map_of(k, forms.BLOCK_BOX),
-            *forms.map_of(v, forms.BLOCK_BOX),
+            *forms.rows_map(q, (self.config.group, self.config.queries)),
+            *forms.block_map(k),
+            *forms.block_map(v),
         )
         self.kernel(maps, UnionTensors(*tensors), numbers).launch(
             grid=(numbers.grid, 1, 1),

@@ -27,6 +27,7 @@ from openmsa.kernels.sm90.forward import forms, softmax  # noqa: E402
 from openmsa.kernels.sm90.forward.config import (  # noqa: E402
     BUFFERS,
     CHANNELS,
+    EIGHT,
     HALVES,
     HEAD_DIM,
     ROWS,
@@ -220,11 +221,12 @@ def _store(c: Context, o: Any, place: Int32, first: Int32, head: Int32) -> None:
     """This warp's rows, through their place in the stage, to the output in lines of 256 bytes."""
     softmax.stage_out(o, c.dtype, c.rows.toint().to(Int32) + place * TILE_BYTES)
     cute.arch.sync_warp()
+    tiles = UNION_TILES * UNION_CONSUMERS
     pieces = cute.make_tensor(
         cute.make_ptr(c.dtype, c.rows.toint(), cute.AddressSpace.smem, assumed_align=16),
         cute.make_layout(
-            (_PIECE, _PIECES // HALVES, ROWS, HALVES, UNION_TILES * UNION_CONSUMERS),
-            stride=(1, _PIECE, CHANNELS, ROWS * CHANNELS, ROWS * HEAD_DIM),
+            (_PIECE, _PIECES // HALVES, (EIGHT, ROWS // EIGHT), HALVES, tiles),
+            stride=(1, _PIECE, (CHANNELS, EIGHT * HEAD_DIM), EIGHT * CHANNELS, ROWS * HEAD_DIM),
         ),
     )
     lane, out, group = cute.arch.lane_idx(), c.tensors.out, c.config.group

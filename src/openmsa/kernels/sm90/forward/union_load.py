@@ -15,9 +15,7 @@ from openmsa.kernels.sm90.forward import forms  # noqa: E402
 from openmsa.kernels.sm90.forward.blocks import ask_k, ask_v  # noqa: E402
 from openmsa.kernels.sm90.forward.config import (  # noqa: E402
     BUFFERS,
-    HALVES,
     LANES,
-    ROWS,
     STOP,
     TILE_BYTES,
     UNION_CONSUMERS,
@@ -110,15 +108,13 @@ def _rows(c: Context, maps: Maps, tile: Int32, head: Int32, done: Int32) -> None
     stage = done % UNION_TILES
     c.wait_free(Union.ROWS_EMPTY, done // UNION_TILES, stage)
     box = (c.config.group, c.config.queries)
-    target, source = forms.box_of(
-        maps.q, maps.q_at, c.rows, box, ROWS, UNION_TILES * UNION_CONSUMERS
-    )
+    tiles = UNION_TILES * UNION_CONSUMERS
+    target, source = forms.rows_box(maps.q, maps.q_at, c.rows, box, tiles)
     barrier = c.barrier(Union.ROWS_FULL, stage)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, UNION_CONSUMERS * TILE_BYTES)
     for consumer in cutlass.range_constexpr(UNION_CONSUMERS):
-        for half in cutlass.range_constexpr(HALVES):
-            cute.copy(
-                maps.q, source[None, half, head, tile * UNION_CONSUMERS + consumer],
-                target[None, 0, half, stage * UNION_CONSUMERS + consumer], tma_bar_ptr=barrier,
-            )  # fmt: skip
+        cute.copy(
+            maps.q, source[None, head, tile * UNION_CONSUMERS + consumer],
+            target[None, 0, stage * UNION_CONSUMERS + consumer], tma_bar_ptr=barrier,
+        )  # fmt: skip
