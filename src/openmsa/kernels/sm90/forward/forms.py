@@ -109,12 +109,7 @@ def multiply(form: Any, a: Any, b: Any, total: Any, adds: bool) -> None:
 def block_map(x: cute.Tensor) -> Any:
     """A tensor map over K or V, ``x [key, head, channel]``, whose box has 64 channels of a block's
     keys. The copy atom, and coordinates ``(channel, head, key)``."""
-    shared = _half_layout()
-    swizzled = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, shared)
-    moved = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 1, 0]))
-    op = cpasync.CopyBulkTensorTileG2SOp()
-    info = cpasync.make_tiled_tma_atom(op, moved, swizzled, shared.shape)
-    return info[0], info[1]
+    return _map(x, cute.select(x.layout, mode=[2, 1, 0]), _half_layout())
 
 
 def block_box(atom: Any, at: Any, pointer: Any) -> Any:
@@ -139,16 +134,21 @@ def rows_map(q: cute.Tensor, box: tuple[int, int]) -> Any:
     """A tensor map over ``q [query, head, channel]`` whose box has all channels of (heads, queries)
     in the order of `config.EIGHT`. The copy atom, and coordinates ``(channel of a half, head of
     eight, half, eight heads, query)``."""
-    shared = _rows_layout(box)
-    swizzled = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, shared)
     (queries, heads, _), (step, line, _) = q.layout.shape, q.layout.stride
     moved = cute.make_layout(
         (CHANNELS, EIGHT, HALVES, heads // EIGHT, queries),
         stride=(1, line, CHANNELS, line * EIGHT, step),
     )
+    return _map(q, moved, _rows_layout(box))
+
+
+def _map(x: cute.Tensor, layout: Any, box: Any) -> Any:
+    """A tensor map over the elements of ``x`` in the order of ``layout``, by ``box`` of shared
+    memory, swizzled."""
+    swizzled = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box)
     op = cpasync.CopyBulkTensorTileG2SOp()
     info = cpasync.make_tiled_tma_atom(
-        op, cute.make_tensor(q.iterator, moved), swizzled, shared.shape
+        op, cute.make_tensor(x.iterator, layout), swizzled, box.shape
     )
     return info[0], info[1]
 
