@@ -28,10 +28,10 @@ help:
 $(BIN)/python:
 	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
 	  echo "setting up $(VENV) on top of the installed torch"; \
-	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+	  $(PYTHON) -m venv --system-site-packages $(VENV) || { rm -rf $(VENV); exit 1; }; \
 	else \
 	  echo "setting up $(VENV) with $(TORCH)"; \
-	  $(PYTHON) -m venv $(VENV); \
+	  $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }; \
 	fi
 
 # torch comes first and by an exact version: left to the resolver, a plain requirement may bring a build

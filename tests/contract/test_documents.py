@@ -249,9 +249,25 @@ def test_padding_masks(dtype):
 
 
 def test_mask_values_other_than_one_are_real_tokens():
-    """Nonzero means real; 2 and -1 do not start documents of their own."""
-    mask = tensor([[0, 2, 1, -1], [0.5, 0.0, 0.0, 0.0]], torch.float64)
+    """Nonzero means real; 2 and 3 do not start documents of their own."""
+    mask = tensor([[0, 2, 1, 3], [0.5, 0.0, 0.0, 0.0]], torch.float64)
     slow.from_runs([(1, 3), (4, 1)]).check(Documents.from_attention_mask(mask))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.finfo(torch.float32).min, ["-3.4", "mask == 0"]),
+        (float("-inf"), ["-inf", "mask == 0"]),
+        (-1.0, ["-1.0", "mask == 0"]),
+        (float("nan"), ["nan"]),
+        (float("inf"), ["inf"]),
+    ],
+)
+def test_a_mask_that_is_added_to_scores_is_refused(value, said):
+    """There 0 stands for the tokens, and what is not 0 for the padding."""
+    with refuses("attention_mask", *said):
+        Documents.from_attention_mask(torch.tensor([[0.0, 0.0, 0.0, value]]))
 
 
 def test_an_interrupted_row_is_refused():

@@ -176,9 +176,10 @@ class Documents:
         Left and right padding are both fine; a row without a real token is no document.
 
         Raises:
-            InvalidInput: not ``[B, S]``, or a row whose real tokens are interrupted.
+            InvalidInput: not ``[B, S]``, interrupted real tokens, or values below 0 or not finite.
         """
         host = offsets.host_map(attention_mask, "attention_mask", None, "a tensor")
+        offsets.check_padding_mask(host)
         return _from_id_map((host != 0).long(), attention_mask.device, "attention_mask")
 
     @classmethod

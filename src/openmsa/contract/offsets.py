@@ -14,6 +14,7 @@ __all__ = [
     "INTEGERS",
     "check_fragments",
     "check_offsets",
+    "check_padding_mask",
     "check_tokens",
     "host_ints",
     "host_map",
@@ -67,6 +68,16 @@ def host_map(
     if value.dim() != 2:
         invalid_input(argument, "shape [B, S]", f"shape {tuple(value.shape)}")
     return value.detach().cpu()
+
+
+def check_padding_mask(host: Tensor) -> None:
+    """Raise :class:`InvalidInput` for what a padding mask does not hold, as the masks that are
+    added to scores do, in which 0 means the opposite."""
+    wrong = host[~((host >= 0) & host.isfinite())]  # a NaN is neither below 0 nor at least 0
+    if wrong.numel():
+        kind = "0 for padding and positive numbers for real tokens"
+        hint = "if it is added to scores, pass mask == 0" if bool((wrong < 0).all()) else ""
+        invalid_input("attention_mask", kind, wrong[0].item(), hint)
 
 
 def check_tokens(tokens: float) -> None:
