@@ -19,14 +19,17 @@ __all__ = ["invert", "key_schedule", "task_build"]
 def key_schedule(indices: Tensor, layout: Layout, block_size: int) -> KeySchedule:
     """Turn canonical ``[Hkv, Tq, topk]`` block ids into key block -> queries, CSR per head.
 
-    A stable sort of the edges (query, block) by block row keeps each row's queries ascending.
+    A stable sort of the edges (query, block) by block row keeps each row's queries ascending. An id
+    past a query's own block, as a selection made for other documents may have, is no edge.
     """
     heads, total, topk = indices.shape
     rows = layout.block_capacity(block_size)
     entry = layout.entry_of_query()
     first = layout.first_blocks(block_size)[layout.spans[:, 2].long()[entry]]
     real = indices[:, : layout.num_queries].long()
-    row = torch.where(real < 0, rows, real + first[None, :, None]).to(torch.int32)
+    own = torch.div(layout.positions(), block_size, rounding_mode="floor")
+    none = (real < 0) | (real > own[None, :, None])
+    row = torch.where(none, rows, real + first[None, :, None]).to(torch.int32)
     row = torch.nn.functional.pad(row, (0, 0, 0, total - layout.num_queries), value=rows)
     row = row.flatten(1)
     row, edge = row.sort(dim=1, stable=True)
