@@ -56,11 +56,10 @@ WINDOWS = (1024, 2048, 4096)
 def window_of(queries_per_block: float) -> int:
     """One of `WINDOWS`, for key blocks that are read by ``queries_per_block`` of 1,024 queries.
 
-    The short one costs the same at 16,384 queries of a document, where a block is read by 128, and
-    leaves fewer blocks whose queries of a window take more than one task. Every task brings a block
-    and adds up dk and dv, as much work as ten queries' or so: where 12,288 queries read 1,449
-    blocks, windows of 1,024 leave tasks of 11 queries, and the backward took a third longer than
-    with 4,096; 8,192 gained nothing more (H200, 2026-12, all windows tried on the recorded cases).
+    The short one leaves fewer blocks whose queries of a window take more than one task, for whose
+    sums the deterministic kernel waits in turn. But every task brings a block and adds up dk and
+    dv, however few its queries are: where 12,288 queries read 1,449 blocks, 16 each, windows of
+    1,024 leave tasks of 11.
     """
     if queries_per_block > 64:
         return WINDOWS[0]

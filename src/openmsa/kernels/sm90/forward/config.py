@@ -50,8 +50,8 @@ CHUNK = 128
 7.6 ms longer at 32,768 queries, as thread blocks end further apart."""
 
 CONSUMERS = 3
-"""Of the key-major kernel, whose launches take 5 to 8% longer with two (16,384 and 32,768 queries,
-H200, 2026-12)."""
+"""Of the key-major kernel. With two its loads and its softmax are hidden less; see the profile in
+docs/hardware/sm90.md."""
 
 STAGES = 6
 """Key-major tiles in flight, those that consumers hold included."""
